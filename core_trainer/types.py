@@ -1,0 +1,74 @@
+"""What travels between controller, engine, rewards and workers. Plain data: token ids and floats, no tensors, no models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A dataset item to answer."""
+
+    prompt_id: str  # stable across epochs: "<data_source>/<index>"
+    data_source: str  # file name or task the item came from
+    text: str  # after the chat template, for people and rewards
+    token_ids: tuple[int, ...]  # [P]
+    answer: str | None  # ground truth as text; None when the dataset has none
+    columns: dict[str, Any] = field(default_factory=dict)  # extra dataset columns, passed to rewards
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How an engine samples one request."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class Turn:
+    """One generate request of a rollout. Model output is never re-tokenised."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]  # [P]
+    token_ids: list[int]  # [T] sampled, the end-of-turn token included when one was sampled
+    rollout_log_probs: list[float]  # [T] under the distribution that was sampled from
+    text: str
+    finish_reason: FinishReason
+    policy_version: int
+
+
+@dataclass(slots=True)
+class Rollout:
+    """One sampled trajectory: 1..n turns, one reward."""
+
+    rollout_id: str
+    group_id: str
+    sample_index: int
+    prompt: Prompt
+    turns: list[Turn]
+    carrier: dict[str, str]  # W3C trace context of the rollout's own trace
+    reward: float | None = None
+    components: dict[str, float] = field(default_factory=dict)  # reward components before their weights
+
+    @property
+    def response_text(self) -> str:
+        """Text of all turns."""
+        return "".join(turn.text for turn in self.turns)
+
+    @property
+    def num_response_tokens(self) -> int:
+        """Sampled tokens of all turns."""
+        return sum(len(turn.token_ids) for turn in self.turns)
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """How the last turn ended."""
+        return self.turns[-1].finish_reason

@@ -1,0 +1,45 @@
+"""Errors a user can act on. The CLI prints each as one line and exits with its ``exit_code``.
+
+A message says what is wrong, which value, and what fixes it. Anything that is not an
+``RlinsightError`` is a bug in rlinsight and keeps its traceback.
+"""
+
+
+class RlinsightError(Exception):
+    """Base of every error with a message for the user."""
+
+    exit_code = 1
+
+
+class ConfigError(RlinsightError):
+    """The YAML, an override or a command-line value cannot be used as given."""
+
+    exit_code = 2
+
+
+class DataError(RlinsightError):
+    """A dataset is missing, empty, malformed, or holds a row that cannot be trained on."""
+
+
+class ModelError(RlinsightError):
+    """A model directory, file or id cannot be loaded."""
+
+
+class RewardError(RlinsightError):
+    """A reward function raised, timed out, or returned something that is not a finite number."""
+
+
+class CheckpointError(RlinsightError):
+    """A checkpoint is missing, torn, or belongs to another model or configuration."""
+
+
+class StoreError(RlinsightError):
+    """The DuckDB store cannot be opened, is of a newer schema version, or refused a statement."""
+
+
+class CollectorError(RlinsightError):
+    """The collector cannot start, or stopped answering."""
+
+
+class WorkerError(RlinsightError):
+    """A worker process died or lost its peers."""

@@ -1,0 +1,243 @@
+"""Every span, event, attribute and step-metric name rlinsight emits, with unit and meaning.
+
+A ``Name`` is a plain ``str`` at run time; the registry behind it feeds the reference documentation and the tests.
+``rl.*`` follows the draft RL conventions, ``gen_ai.*`` the GenAI semantic conventions, ``rlinsight.*`` is ours where no
+standard exists. The ``gen_ai`` constants of the semconv package are marked deprecated there, so they are spelled here.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Kind = Literal["resource", "span", "event", "attribute", "metric"]
+Agg = Literal["mean", "sum", "max", "min", "last", "std"]
+
+REGISTRY: dict[str, Name] = {}
+SCHEMA_URL = "https://rlinsight.dev/schemas/1"
+
+
+class Name(str):
+    """A registered telemetry name: ``kind``, ``unit`` (UCUM, "1" when dimensionless) and a one-line ``doc``."""
+
+    kind: Kind
+    unit: str
+    doc: str
+    agg: Agg | None
+
+    def __new__(cls, value: str, kind: Kind, doc: str, unit: str = "", agg: Agg | None = None) -> Name:
+        self = super().__new__(cls, value)
+        self.kind, self.unit, self.doc, self.agg = kind, unit, doc, agg
+        if value in REGISTRY:
+            raise ValueError(f"telemetry name {value!r} is registered twice")
+        REGISTRY[value] = self
+        return self
+
+
+def _resource(value: str, doc: str) -> Name:
+    return Name(value, "resource", doc)
+
+
+def _span(value: str, doc: str) -> Name:
+    return Name(value, "span", doc)
+
+
+def _event(value: str, doc: str) -> Name:
+    return Name(value, "event", doc)
+
+
+def _attr(value: str, doc: str, unit: str = "") -> Name:
+    return Name(value, "attribute", doc, unit)
+
+
+def _metric(value: str, agg: Agg, doc: str, unit: str = "1") -> Name:
+    return Name(value, "metric", doc, unit, agg)
+
+
+# Resource: who emits -------------------------------------------------------------------------------------------------
+SERVICE_NAME = _resource("service.name", "rlinsight.<role>: controller, policy, reference, reward, collector")
+SERVICE_INSTANCE_ID = _resource("service.instance.id", "one per process start")
+SYSTEM = _resource("rl.system", "the training system, rlinsight for this one")
+RUN_ID = _resource("rl.run.id", "the run")
+ATTEMPT = _resource("rl.run.attempt", "1 for the first start of a run, +1 per resume")
+ALGORITHM = _resource("rl.algorithm", "algorithm preset, e.g. grpo")
+MODEL = _resource("rl.model.name", "model source as configured")
+WORKER_GROUP = _resource("rl.worker_group", "worker group the process belongs to")
+RANK = _resource("rl.rank", "data-parallel rank inside the worker group")
+WORLD_SIZE = _resource("rl.world_size", "size of the worker group")
+
+# Spans: the step and its phases (emitted by the controller) ----------------------------------------------------------
+SETUP = _span("rl.setup", "everything before the first step: models, data, workers")
+STEP = _span("rl.loop", "one step of the training loop; root of the step's trace")
+DATA = _span("rl.data", "draw the step's prompts")
+SAMPLE = _span("rl.sample", "sample a group of rollouts for each prompt")
+REWARD = _span("rl.reward", "score every rollout")
+OLD_LOG_PROBS = _span("rl.old_log_probs", "recompute the sampled tokens' log-probs under the policy before its update")
+REF_LOG_PROBS = _span("rl.ref_log_probs", "log-probs under the frozen reference")
+ADVANTAGES = _span("rl.advantages", "rewards to advantages")
+TRAIN = _span("rl.train", "policy update: forward, backward, optimizer")
+SYNC = _span("rl.sync", "publish the new weights to the rollout engine")
+CHECKPOINT = _span("rl.checkpoint", "write a resumable checkpoint")
+RECORD = _span("rl.record", "write the step's metrics to the trace")
+
+# Spans: inside workers -----------------------------------------------------------------------------------------------
+WORKER_CALL = _span("rl.worker.call", "one remote call as the worker saw it; a child of the controller's phase")
+LOAD_MODEL = _span("rl.load_model", "read weights and tokenizer into a worker")
+PREFILL = _span("rl.prefill", "rollout engine: prompt forward passes")
+DECODE = _span("rl.decode", "rollout engine: token by token sampling")
+MICRO_BATCH = _span("rl.micro_batch", "forward and backward of one micro-batch")
+OPTIMIZER = _span("rl.optimizer", "gradient clipping and the optimizer step")
+WEIGHT_SYNC = _span("rl.weight_sync", "one engine receives one weight version")
+
+# Spans: one trace per rollout, linked to the step that dispatched it -------------------------------------------------
+ROLLOUT = _span("rl.rollout", "one sampled trajectory; root of the rollout's trace")
+TURN = _span("chat", "one generate request of a rollout (GenAI span name: chat {model})")
+
+# Events (OTLP log records) -------------------------------------------------------------------------------------------
+RUN_START = _event("rlinsight.run.start", "an attempt of a run begins: configuration, code version, host")
+RUN_END = _event("rlinsight.run.end", "an attempt of a run ends: status, exit code, reason")
+SPAN_START = _event("rlinsight.span.start", "a step-level span has begun, so a hang is visible before the span ends")
+GROUP = _event("rlinsight.group", "a prompt was dispatched: its text, answer and group size")
+TURN_CONTENT = _event("rlinsight.turn.content", "texts and per-token arrays of one turn, as the engine produced them")
+REWARD_COMPONENT = _event("gen_ai.evaluation.result", "one reward component of one rollout")
+ROLLOUT_SCORED = _event("rlinsight.rollout.scored", "the reward a rollout is learned from")
+ROLLOUT_TRAINED = _event("rl.rollout.trained", "a turn was consumed by an update: advantage and per-token arrays")
+STEP_METRIC = _event("rlinsight.step.metric", "one scalar of one step, with its reduction stated")
+PRODUCER_HEALTH = _event("rlinsight.producer.health", "what a producer emitted, sent and dropped, cumulative")
+
+# Attributes: identity ------------------------------------------------------------------------------------------------
+STEP_INDEX = _attr("rl.step", "step of the run, from 1")
+PHASE = _attr("rlinsight.phase", "phase of the step this span is; set on controller phases only")
+BUCKET = _attr("rl.bucket", "productive, overhead, idle or wasted; on leaves only")
+LANE = _attr("rlinsight.lane", "row of the timeline, e.g. controller, policy/0")
+METHOD = _attr("rlinsight.worker.method", "worker method called")
+GROUP_ID = _attr("rlinsight.group.id", "group: the rollouts of one prompt in one step")
+ROLLOUT_ID = _attr("rlinsight.rollout.id", "rollout")
+PROMPT_ID = _attr("rlinsight.prompt.id", "dataset item")
+SAMPLE_INDEX = _attr("rlinsight.sample.index", "index of the rollout inside its group")
+TURN_INDEX = _attr("rlinsight.turn.index", "turn of the rollout, from 0")
+REQUEST_ID = _attr("rlinsight.request.id", "engine request")
+DATA_SOURCE = _attr("rlinsight.data_source", "dataset or task the prompt came from")
+POLICY_VERSION = _attr("rlinsight.policy_version", "optimizer steps applied to the weights in use")
+POLICY_VERSION_MIN = _attr("rlinsight.policy_version.min", "oldest weights that sampled a token of the rollout")
+POLICY_VERSION_MAX = _attr("rlinsight.policy_version.max", "newest weights that sampled a token of the rollout")
+POLICY_VERSION_IN = _attr("rlinsight.policy_version.in", "policy_version when the step began")
+POLICY_VERSION_OUT = _attr("rlinsight.policy_version.out", "policy_version when the step ended")
+
+# Attributes: run -----------------------------------------------------------------------------------------------------
+RUN_NAME = _attr("rlinsight.run.name", "name given in the config")
+PROJECT = _attr("rlinsight.project", "project given in the config")
+CONFIG = _attr("rlinsight.config", "resolved configuration as JSON")
+CONFIG_HASH = _attr("rlinsight.config.hash", "sha256 of the resolved configuration")
+CODE_VERSION = _attr("rlinsight.code_version", "package version and, in a checkout, the commit")
+HOST = _attr("rlinsight.host", "hostname, cores, memory, platform, library versions as JSON")
+RESUMED_FROM_STEP = _attr("rlinsight.resumed_from_step", "step of the checkpoint this attempt started from")
+TOTAL_STEPS = _attr("rlinsight.total_steps", "steps the run is configured for")
+STATUS = _attr("rlinsight.status", "run: finished, failed, interrupted; rollout: ok, error")
+EXIT_CODE = _attr("rlinsight.exit_code", "process exit code")
+REASON = _attr("rlinsight.reason", "why, in one line")
+
+# Attributes: sizes and settings --------------------------------------------------------------------------------------
+BATCH_SIZE = _attr("rl.sample.batch_size", "rollouts in the step", "{rollout}")
+NUM_PROMPTS = _attr("rlinsight.num_prompts", "prompts in the step", "{prompt}")
+NUM_TOKENS = _attr("rlinsight.num_tokens", "tokens processed", "{token}")
+GROUP_SIZE = _attr("rlinsight.group.size", "rollouts per prompt", "{rollout}")
+SKIPPED = _attr("rlinsight.skipped", "why a phase did no work, e.g. provably equal to the update's own forward")
+BYTES = _attr("rl.sync.bytes", "bytes moved to the engine; 0 when the weights are shared", "By")
+REFRESHED_BYTES = _attr("rlinsight.sync.refreshed_bytes", "bytes of prepacked copies refreshed in place", "By")
+ENGINE = _attr("rlinsight.engine", "rollout engine, e.g. native")
+REPLICA = _attr("rlinsight.replica", "engine replica, e.g. policy/0")
+PATH = _attr("rlinsight.path", "file or directory written")
+
+# Attributes: generation (GenAI conventions) --------------------------------------------------------------------------
+OPERATION = _attr("gen_ai.operation.name", "chat")
+REQUEST_MODEL = _attr("gen_ai.request.model", "model asked for")
+TEMPERATURE = _attr("gen_ai.request.temperature", "sampling temperature")
+TOP_P = _attr("gen_ai.request.top_p", "nucleus mass")
+TOP_K = _attr("gen_ai.request.top_k", "top-k, absent when off")
+MAX_TOKENS = _attr("gen_ai.request.max_tokens", "cap on new tokens", "{token}")
+SEED = _attr("gen_ai.request.seed", "request seed")
+FINISH_REASONS = _attr("gen_ai.response.finish_reasons", "list with one of stop, length, abort, error")
+INPUT_TOKENS = _attr("gen_ai.usage.input_tokens", "prompt tokens", "{token}")
+OUTPUT_TOKENS = _attr("gen_ai.usage.output_tokens", "sampled tokens", "{token}")
+CACHED_TOKENS = _attr("gen_ai.usage.cache_read.input_tokens", "prompt tokens served from shared KV cache", "{token}")
+CONVERSATION_ID = _attr("gen_ai.conversation.id", "rollout id, for GenAI tools")
+
+# Attributes: content. Arrays are bytes, little-endian; the element type is in the doc -------------------------------
+PROMPT_TEXT = _attr("rlinsight.prompt.text", "prompt as text, after the chat template")
+RESPONSE_TEXT = _attr("rlinsight.response.text", "response as text")
+ANSWER = _attr("rlinsight.answer", "ground truth of the prompt as text")
+PROMPT_TOKEN_IDS = _attr("rlinsight.tokens.prompt_ids", "int32 bytes [P]")
+TOKEN_IDS = _attr("rlinsight.tokens.ids", "int32 bytes [T], sampled tokens of the turn")
+ROLLOUT_LOG_PROBS = _attr("rlinsight.tokens.rollout_log_probs", "float32 bytes [T], reported by the engine")
+LOSS_MASK = _attr("rlinsight.tokens.loss_mask", "uint8 bytes [T], 1 where the token entered the loss")
+OLD_LOG_PROBS_ARRAY = _attr("rlinsight.tokens.old_log_probs", "float32 bytes [T], the PPO anchor")
+LOG_PROBS_ARRAY = _attr("rlinsight.tokens.log_probs", "float32 bytes [T], in the last update pass of the step")
+REF_LOG_PROBS_ARRAY = _attr("rlinsight.tokens.ref_log_probs", "float32 bytes [T], frozen reference")
+ENTROPY_ARRAY = _attr("rlinsight.tokens.entropy", "float32 bytes [T], entropy of the full distribution", "nat")
+ADVANTAGES_ARRAY = _attr("rlinsight.tokens.advantages", "float32 bytes [T]")
+CLIPPED_ARRAY = _attr("rlinsight.tokens.clipped", "uint8 bytes [T], 1 where the clip cut the token's gradient")
+
+# Attributes: rewards (GenAI evaluation conventions) ------------------------------------------------------------------
+COMPONENT = _attr("gen_ai.evaluation.name", "reward component")
+COMPONENT_VALUE = _attr("gen_ai.evaluation.score.value", "value before its weight")
+COMPONENT_LABEL = _attr("gen_ai.evaluation.score.label", "verifier's label, e.g. correct")
+COMPONENT_EXPLANATION = _attr("gen_ai.evaluation.explanation", "what the verifier saw, in one line")
+COMPONENT_WEIGHT = _attr("rlinsight.reward.weight", "weight of the component in the reward")
+COMPONENT_LATENCY = _attr("rlinsight.reward.latency", "time the component took", "s")
+REWARD_VALUE = _attr("rl.reward.score", "reward of the rollout: weighted sum of its components")
+ADVANTAGE = _attr("rlinsight.advantage", "advantage of the rollout (scalar algorithms)")
+
+# Attributes: span starts and step metrics ----------------------------------------------------------------------------
+START_NAME = _attr("rlinsight.span.name", "name of the span that began")
+START_NS = _attr("rlinsight.span.start_ns", "its start, unix nanoseconds", "ns")
+START_PARENT = _attr("rlinsight.span.parent_id", "span id of its parent, hex; absent for a root")
+METRIC_NAME = _attr("rlinsight.metric.name", "step metric")
+METRIC_VALUE = _attr("rlinsight.metric.value", "its value; absent when undefined")
+METRIC_AGG = _attr("rlinsight.metric.agg", "how it was reduced: mean, sum, max, min, last, std")
+METRIC_UNIT = _attr("rlinsight.metric.unit", "UCUM unit")
+METRIC_WEIGHT = _attr("rlinsight.metric.weight", "what the reduction counted: token, rollout, group, step")
+
+# Attributes: producer health -----------------------------------------------------------------------------------------
+PRODUCER = _attr("rlinsight.producer", "producer id: one per process start")
+EMITTED = _attr("rlinsight.producer.emitted", "items handed to the exporter")
+SENT = _attr("rlinsight.producer.sent", "items acknowledged by the collector")
+DROPPED_QUEUE = _attr("rlinsight.producer.dropped_queue", "items dropped because the queue was full")
+DROPPED_LIMIT = _attr("rlinsight.producer.dropped_limit", "items dropped because the spool reached its byte cap")
+RETRIED = _attr("rlinsight.producer.retried", "batches sent more than once")
+QUEUE_LENGTH = _attr("rlinsight.producer.queue_length", "batches waiting in the spool")
+OVERHEAD_NS = _attr("rlinsight.producer.overhead_ns", "time spent inside emit calls", "ns")
+
+# Step metrics --------------------------------------------------------------------------------------------------------
+M_REWARD_MEAN = _metric("reward/mean", "mean", "reward over the step's rollouts")
+M_REWARD_STD = _metric("reward/std", "std", "spread of the reward over the step's rollouts")
+M_REWARD_MAX = _metric("reward/max", "max", "best reward")
+M_REWARD_MIN = _metric("reward/min", "min", "worst reward")
+M_ZERO_VARIANCE = _metric("reward/zero_variance_groups", "mean", "share of groups whose rewards are all equal: no signal")
+M_ADVANTAGE_ABS = _metric("advantage/abs_mean", "mean", "mean absolute advantage over rollouts")
+M_LENGTH_MEAN = _metric("response_length/mean", "mean", "sampled tokens per rollout", "{token}")
+M_LENGTH_MAX = _metric("response_length/max", "max", "longest response", "{token}")
+M_TRUNCATED = _metric("response_length/truncated", "mean", "share of rollouts cut off at max_new_tokens")
+M_PROMPT_LENGTH = _metric("prompt_length/mean", "mean", "prompt tokens per rollout", "{token}")
+M_ENTROPY = _metric("policy/entropy", "mean", "entropy per response token", "nat")
+M_ROLLOUT_KL = _metric("policy/rollout_kl", "mean", "k3 of rollout_log_probs against old_log_probs, float64", "nat")
+M_ROLLOUT_ABS = _metric("policy/rollout_log_prob_gap", "mean", "mean |old_log_probs - rollout_log_probs|", "nat")
+M_ROLLOUT_MAX = _metric("policy/rollout_log_prob_gap_max", "max", "max |old_log_probs - rollout_log_probs|", "nat")
+M_MISMATCHED = _metric("policy/num_mismatched_tokens", "sum", "tokens whose two log-probs differ in any bit", "{token}")
+M_POLICY_KL = _metric("policy/policy_kl", "mean", "k3 of old_log_probs against log_probs", "nat")
+M_REF_KL = _metric("policy/ref_kl", "mean", "k3 of log_probs against ref_log_probs", "nat")
+M_CLIP_FRACTION = _metric("policy/clip_fraction", "mean", "share of loss tokens whose gradient the clip cut")
+M_RATIO_MAX = _metric("policy/ratio_max", "max", "largest exp(log_probs - old_log_probs)")
+M_LOSS = _metric("loss/total", "mean", "the loss that was minimised")
+M_POLICY_LOSS = _metric("loss/policy", "mean", "policy term")
+M_KL_LOSS = _metric("loss/kl", "mean", "KL term before its coefficient")
+M_GRAD_NORM = _metric("optim/grad_norm", "last", "gradient norm before clipping")
+M_LR = _metric("optim/learning_rate", "last", "learning rate of the update")
+M_WEIGHTS_CHANGED = _metric(
+    "optim/weights_changed", "last", "share of the compute weights an update changed; near 0 means updates are rounded away"
+)
+M_STALENESS = _metric("policy/staleness", "mean", "trainer's policy_version minus the rollout's, when consumed", "{update}")
+M_TOKENS_PER_S = _metric("perf/tokens_per_s", "last", "prompt and response tokens over the step's wall time", "{token}/s")
+M_SAMPLES_PER_S = _metric("perf/samples_per_s", "last", "rollouts over the step's wall time", "{rollout}/s")
+M_GEN_TOKENS_PER_S = _metric("perf/generation_tokens_per_s", "last", "sampled tokens over generation time", "{token}/s")
+
+METRICS: dict[str, Name] = {name: value for name, value in REGISTRY.items() if value.kind == "metric"}
