@@ -56,10 +56,14 @@ class DataSection(Section):
     task_args: dict[str, Any] = Field(
         default_factory=dict, description="keyword arguments of the reasoning_gym task, e.g. max_digits: 1"
     )
-    size: int | None = Field(None, ge=1, description="prompts to generate (reasoning_gym) or to keep (files); all when unset")
+    size: int | None = Field(
+        None, ge=1, description="prompts to generate (reasoning_gym) or to keep (files); all when unset"
+    )
     prompt_column: str = Field("prompt", description="column with text, or a list of {role, content} messages")
     answer_column: str = Field("answer", description="column with the ground truth passed to the reward")
-    system_prompt: str | None = Field(None, description="system message put before text prompts; the model's own when unset")
+    system_prompt: str | None = Field(
+        None, description="system message put before text prompts; the model's own when unset"
+    )
     prompt_suffix: str = Field("", description="text added to the end of the last user message")
     max_prompt_tokens: int = Field(1024, ge=1, description="longest prompt after the chat template")
     overlong_prompts: Literal["error", "drop"] = Field("error", description="what a prompt over max_prompt_tokens does")
@@ -68,7 +72,9 @@ class DataSection(Section):
     @model_validator(mode="after")
     def _task_args_need_a_task(self) -> DataSection:
         if self.task_args and not self.train.startswith("reasoning_gym:"):
-            raise ValueError(f"task_args only apply to reasoning_gym:<task>, and train is {self.train!r}; remove task_args")
+            raise ValueError(
+                f"task_args only apply to reasoning_gym:<task>, and train is {self.train!r}; remove task_args"
+            )
         return self
 
 
@@ -138,7 +144,8 @@ class RewardSection(Section):
 
     functions: list[RewardFunction] = Field(min_length=1, description="components; the reward is their weighted sum")
     on_error: Literal["fail", "zero"] = Field(
-        "fail", description="a component that raises, times out or returns NaN stops the run, or counts as 0 and is recorded"
+        "fail",
+        description="a component that raises, times out or returns NaN stops the run, or counts as 0 and is recorded",
     )
     num_threads: int = Field(4, ge=1, description="calls in flight at once")
 
@@ -167,7 +174,9 @@ class RolloutSection(Section):
     temperature: float = Field(1.0, gt=0, description="sampling temperature; the same in training")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus mass")
     top_k: int | None = Field(None, ge=1, description="keep the k likeliest tokens; off when unset")
-    stop: list[str] = Field(default_factory=list, description="strings that end a response, besides the end-of-turn token")
+    stop: list[str] = Field(
+        default_factory=list, description="strings that end a response, besides the end-of-turn token"
+    )
     max_batch_size: int = Field(256, ge=1, description="rollouts decoded at once per worker")
 
 
@@ -175,15 +184,22 @@ class AlgorithmSection(Section):
     """GRPO: group-normalised advantages, PPO clip (DeepSeekMath, arXiv 2402.03300)."""
 
     name: Literal["grpo"] = Field("grpo", description="algorithm")
-    normalize_by_std: bool = Field(True, description="divide advantages by the group's std; false is Dr.GRPO (arXiv 2503.20783)")
+    normalize_by_std: bool = Field(
+        True, description="divide advantages by the group's std; false is Dr.GRPO (arXiv 2503.20783)"
+    )
     clip_low: float = Field(0.2, gt=0, lt=1, description="ratio may fall to 1 - clip_low before its gradient is cut")
     clip_high: float = Field(0.2, gt=0, description="ratio may rise to 1 + clip_high before its gradient is cut")
-    dual_clip: float | None = Field(None, gt=1, description="bound on the loss of negative advantages (arXiv 1912.09729)")
+    dual_clip: float | None = Field(
+        None, gt=1, description="bound on the loss of negative advantages (arXiv 1912.09729)"
+    )
     aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = Field(
-        "token-mean", description="how per-token losses become one number; over the whole step, whatever the micro-batches"
+        "token-mean",
+        description="how per-token losses become one number; over the whole step, whatever the micro-batches",
     )
     kl_coef: float = Field(0.0, ge=0, description="weight of the KL loss to the frozen reference; 0 loads no reference")
-    kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="KL estimator of the loss (joschu.net/blog/kl-approx)")
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(
+        "k3", description="KL estimator of the loss (joschu.net/blog/kl-approx)"
+    )
     num_epochs: int = Field(1, ge=1, description="passes over the step's rollouts")
     num_mini_batches: int = Field(1, ge=1, description="optimizer steps per pass")
 
@@ -204,7 +220,9 @@ class TrainerSection(Section):
     weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay")
     adam_betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW betas")
     max_grad_norm: float = Field(1.0, gt=0, description="gradient norm is clipped to this")
-    micro_batch_tokens: int = Field(4096, ge=1, description="tokens per forward and backward; memory, not results, depends on it")
+    micro_batch_tokens: int = Field(
+        4096, ge=1, description="tokens per forward and backward; memory, not results, depends on it"
+    )
     num_workers: int = Field(1, ge=1, description="data-parallel policy workers")
     checkpoint_every: int = Field(0, ge=0, description="steps between checkpoints; 0 keeps only the last one")
     keep_checkpoints: int = Field(2, ge=1, description="newest checkpoints kept")
@@ -253,7 +271,9 @@ class Config(Section):
             )
         uses_task = any(isinstance(function, TaskReward) for function in self.reward.functions)
         if uses_task and not self.data.train.startswith("reasoning_gym:"):
-            raise ValueError(f"reward type reasoning_gym needs data.train: reasoning_gym:<task>, not {self.data.train!r}")
+            raise ValueError(
+                f"reward type reasoning_gym needs data.train: reasoning_gym:<task>, not {self.data.train!r}"
+            )
         return self
 
     def hash(self) -> str:

@@ -212,7 +212,9 @@ M_REWARD_MEAN = _metric("reward/mean", "mean", "reward over the step's rollouts"
 M_REWARD_STD = _metric("reward/std", "std", "spread of the reward over the step's rollouts")
 M_REWARD_MAX = _metric("reward/max", "max", "best reward")
 M_REWARD_MIN = _metric("reward/min", "min", "worst reward")
-M_ZERO_VARIANCE = _metric("reward/zero_variance_groups", "mean", "share of groups whose rewards are all equal: no signal")
+M_ZERO_VARIANCE = _metric(
+    "reward/zero_variance_groups", "mean", "share of groups whose rewards are all equal: no signal"
+)
 M_ADVANTAGE_ABS = _metric("advantage/abs_mean", "mean", "mean absolute advantage over rollouts")
 M_LENGTH_MEAN = _metric("response_length/mean", "mean", "sampled tokens per rollout", "{token}")
 M_LENGTH_MAX = _metric("response_length/max", "max", "longest response", "{token}")
@@ -233,10 +235,16 @@ M_KL_LOSS = _metric("loss/kl", "mean", "KL term before its coefficient")
 M_GRAD_NORM = _metric("optim/grad_norm", "last", "gradient norm before clipping")
 M_LR = _metric("optim/learning_rate", "last", "learning rate of the update")
 M_WEIGHTS_CHANGED = _metric(
-    "optim/weights_changed", "last", "share of the compute weights an update changed; near 0 means updates are rounded away"
+    "optim/weights_changed",
+    "last",
+    "share of the compute weights an update changed; near 0 means updates are rounded away",
 )
-M_STALENESS = _metric("policy/staleness", "mean", "trainer's policy_version minus the rollout's, when consumed", "{update}")
-M_TOKENS_PER_S = _metric("perf/tokens_per_s", "last", "prompt and response tokens over the step's wall time", "{token}/s")
+M_STALENESS = _metric(
+    "policy/staleness", "mean", "trainer's policy_version minus the rollout's, when consumed", "{update}"
+)
+M_TOKENS_PER_S = _metric(
+    "perf/tokens_per_s", "last", "prompt and response tokens over the step's wall time", "{token}/s"
+)
 M_SAMPLES_PER_S = _metric("perf/samples_per_s", "last", "rollouts over the step's wall time", "{rollout}/s")
 M_GEN_TOKENS_PER_S = _metric("perf/generation_tokens_per_s", "last", "sampled tokens over generation time", "{token}/s")
 

@@ -62,13 +62,15 @@ def test_overrides_reach_nested_keys_and_lists(tmp_path: Path) -> None:
     """Dotted overrides set scalars, create missing sections and index into lists."""
     file = tmp_path / "c.yaml"
     file.write_text("model: {source: m}\ndata: {train: d.jsonl}\nreward: {functions: [{type: numeric}]}\n")
-    parsed = config.load(file, ["trainer.total_steps=3", "reward.functions.0.weight=2.5", "rollout.stop=['\\n']"])
+    parsed = config.load(file, ["trainer.total_steps=3", "reward.functions.0.weight=2.5", 'rollout.stop=["\n"]'])
     assert parsed.trainer.total_steps == 3
     assert parsed.reward.functions[0].weight == 2.5
     assert parsed.rollout.stop == ["\n"]
 
 
-@pytest.mark.parametrize("override", ["trainer.total_steps", "=3", "trainer..x=1", "model.source.x=1", "reward.functions.7.weight=1"])
+@pytest.mark.parametrize(
+    "override", ["trainer.total_steps", "=3", "trainer..x=1", "model.source.x=1", "reward.functions.7.weight=1"]
+)
 def test_bad_overrides_are_refused(tmp_path: Path, override: str) -> None:
     """An override that cannot be placed is an error, never ignored."""
     file = tmp_path / "c.yaml"
@@ -77,7 +79,9 @@ def test_bad_overrides_are_refused(tmp_path: Path, override: str) -> None:
         config.load(file, [override])
 
 
-@pytest.mark.parametrize(("text", "message"), [("a: [", "not valid YAML"), ("- 1\n", "not a mapping"), ("", "not a mapping")])
+@pytest.mark.parametrize(
+    ("text", "message"), [("a: [", "not valid YAML"), ("- 1\n", "not a mapping"), ("", "not a mapping")]
+)
 def test_unreadable_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
     """Broken YAML and YAML that is no mapping are told apart from bad values."""
     file = tmp_path / "c.yaml"
