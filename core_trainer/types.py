@@ -1,4 +1,4 @@
-"""What travels between controller, engine, rewards and workers. Plain data: token ids and floats, no tensors, no models."""
+"""What travels between controller, engine, rewards and workers: token ids and floats, no tensors, no models."""
 
 from __future__ import annotations
 

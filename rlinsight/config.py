@@ -10,7 +10,7 @@ import difflib
 import hashlib
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
@@ -37,12 +37,12 @@ class ModelSection(Section):
     """The policy to train."""
 
     source: str = Field(
-        description="safetensors directory, Hugging Face id, .gguf file, or package:<name> of an installed package that ships one"
+        description="safetensors directory, Hugging Face id, .gguf file, or package:<name> of a package that ships one"
     )
     revision: str | None = Field(None, description="hub revision; hub ids only")
     master_dtype: Literal["float32", "compute"] = Field(
         "float32",
-        description="precision the optimizer updates; 'compute' keeps only the compute copy, where small updates round to nothing",
+        description="precision the optimizer updates; with 'compute' in bfloat16, small updates round to nothing",
     )
     compute_dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="precision of forward and backward; auto picks bfloat16 where the processor has it"
@@ -135,7 +135,7 @@ class FunctionReward(_RewardFunction):
 
 
 RewardFunction = Annotated[
-    Union[NumericReward, MathVerifyReward, RegexReward, TaskReward, FunctionReward], Field(discriminator="type")
+    NumericReward | MathVerifyReward | RegexReward | TaskReward | FunctionReward, Field(discriminator="type")
 ]
 
 
@@ -266,8 +266,8 @@ class Config(Section):
             )
         if groups // workers < self.algorithm.num_mini_batches:
             raise ValueError(
-                f"algorithm.num_mini_batches={self.algorithm.num_mini_batches} with {groups // workers} prompts per worker leaves "
-                "a mini-batch empty; lower num_mini_batches or raise trainer.prompts_per_step"
+                f"algorithm.num_mini_batches={self.algorithm.num_mini_batches} with {groups // workers} prompts "
+                "per worker leaves a mini-batch empty; lower num_mini_batches or raise trainer.prompts_per_step"
             )
         uses_task = any(isinstance(function, TaskReward) for function in self.reward.functions)
         if uses_task and not self.data.train.startswith("reasoning_gym:"):

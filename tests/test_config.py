@@ -62,7 +62,7 @@ def test_overrides_reach_nested_keys_and_lists(tmp_path: Path) -> None:
     """Dotted overrides set scalars, create missing sections and index into lists."""
     file = tmp_path / "c.yaml"
     file.write_text("model: {source: m}\ndata: {train: d.jsonl}\nreward: {functions: [{type: numeric}]}\n")
-    parsed = config.load(file, ["trainer.total_steps=3", "reward.functions.0.weight=2.5", 'rollout.stop=["\n"]'])
+    parsed = config.load(file, ["trainer.total_steps=3", "reward.functions.0.weight=2.5", 'rollout.stop=["\\n"]'])
     assert parsed.trainer.total_steps == 3
     assert parsed.reward.functions[0].weight == 2.5
     assert parsed.rollout.stop == ["\n"]
