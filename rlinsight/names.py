@@ -168,6 +168,9 @@ RESPONSE_TEXT = _attr("rlinsight.response.text", "response as text")
 ANSWER = _attr("rlinsight.answer", "ground truth of the prompt as text")
 PROMPT_TOKEN_IDS = _attr("rlinsight.tokens.prompt_ids", "int32 bytes [P]")
 TOKEN_IDS = _attr("rlinsight.tokens.ids", "int32 bytes [T], sampled tokens of the turn")
+TOKEN_PIECES = _attr(
+    "rlinsight.tokens.pieces", "string array [T], text of each sampled token; only when texts are captured in full"
+)
 ROLLOUT_LOG_PROBS = _attr("rlinsight.tokens.rollout_log_probs", "float32 bytes [T], reported by the engine")
 LOSS_MASK = _attr("rlinsight.tokens.loss_mask", "uint8 bytes [T], 1 where the token entered the loss")
 OLD_LOG_PROBS_ARRAY = _attr("rlinsight.tokens.old_log_probs", "float32 bytes [T], the PPO anchor")
