@@ -1,0 +1,215 @@
+"""From an emit call to the spool: a bounded queue, a thread that batches into it, a thread that delivers, the counts.
+
+``put`` takes no lock another thread holds for longer than a list append, and does no I/O. Does not own messages
+(otlp.py), files (segments.py) or delivery (spool.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from google.protobuf.message import Message
+from opentelemetry.proto.resource.v1.resource_pb2 import Resource
+
+from rlinsight import names
+from rlinsight.otlp import Encoder, Signal, request
+from rlinsight.segments import Batch, Segments
+from rlinsight.spool import Sender
+
+BATCH_ITEMS = 512
+BATCH_BYTES = 4 * 1024**2  # a quarter of what the collector accepts in one request
+BATCH_S = 0.2
+ITEM_BYTES = 15 * 1024**2  # a larger item could not be sent at all
+QUEUE_ITEMS = 100_000
+QUEUE_BYTES = 128 * 1024**2
+HEALTH_S = 5.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Counts:
+    """Items since setup. Each field has one kind of writer: emitters under the queue's lock, or the writer thread."""
+
+    emitted: int = 0
+    dropped_queue: int = 0
+    dropped_limit: int = 0
+    dropped_disk: int = 0
+    dropped_fault: int = 0
+    overhead_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    signal: Signal
+    message: Message
+    size: int  # bytes
+
+
+class Exporter:
+    """One producer. ``segments`` None drops everything, counted; ``sender`` None only spools."""
+
+    def __init__(
+        self, producer: str, encoder: Encoder, resource: Resource, segments: Segments | None, sender: Sender | None
+    ) -> None:
+        self.counts = Counts()
+        self._producer = producer
+        self._encoder = encoder
+        self._resource = resource
+        self._segments = segments
+        self._sender = sender
+        # Reentrant: a signal handler may emit while its thread is inside an emit call.
+        self._lock = threading.RLock()
+        self._items: list[_Item] = []
+        self._bytes = 0
+        self._wake: queue.SimpleQueue[threading.Event | None] = (
+            queue.SimpleQueue()
+        )  # reentrant too; an event is a flush
+        self._stop = threading.Event()
+        self._writer = threading.Thread(target=self._write_loop, name="rlinsight-telemetry-writer", daemon=True)
+        self._courier = threading.Thread(target=self._deliver, name="rlinsight-telemetry-sender", daemon=True)
+        self._writer.start()
+        self._courier.start()
+
+    def put(self, signal: Signal, message: Message) -> None:
+        """Queue a span or a log record; dropped and counted when the queue is full."""
+        item = _Item(signal, message, message.ByteSize())
+        with self._lock:
+            self.counts.emitted += 1
+            if len(self._items) >= QUEUE_ITEMS or self._bytes + item.size > QUEUE_BYTES:
+                self.counts.dropped_queue += 1
+                return
+            self._items.append(item)
+            self._bytes += item.size
+            full = len(self._items) % BATCH_ITEMS == 0
+        if full:
+            self._wake.put(None)
+
+    def spent(self, nanoseconds: int) -> None:
+        """Add to the measured time inside emit calls."""
+        with self._lock:
+            self.counts.overhead_ns += nanoseconds
+
+    def fault(self) -> bool:
+        """Count an item that could not be built; True for the first."""
+        with self._lock:
+            self.counts.emitted += 1
+            self.counts.dropped_fault += 1
+            return self.counts.dropped_fault == 1
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything queued is on disk and, with a sender, settled by the collector."""
+        deadline = time.monotonic() + timeout_s
+        written = threading.Event()
+        self._wake.put(written)
+        if not written.wait(timeout_s):
+            return False
+        if self._segments is None or self._sender is None:
+            return self._segments is not None
+        return self._segments.wait_settled(self._segments.committed_seq, deadline - time.monotonic())
+
+    def close(self, timeout_s: float) -> bool:
+        """Flush, report the final counts, stop. True if the collector has everything."""
+        deadline = time.monotonic() + timeout_s
+        self.flush(timeout_s)
+        self._report_health()
+        self.flush(max(deadline - time.monotonic(), 0.5))  # to disk at least
+        self._stop.set()
+        self._wake.put(None)
+        self._writer.join(max(deadline - time.monotonic(), 0.5))
+        if self._segments is None or self._writer.is_alive():
+            return False  # a disk that hangs keeps its files: closing them under a write could hit another file
+        delivered = self._segments.pending == 0
+        self._segments.close()
+        return delivered
+
+    def abandon(self) -> None:
+        """In a forked child, where neither thread exists: let go of the files."""
+        if self._segments is not None:
+            self._segments.abandon()
+
+    def _write_loop(self) -> None:
+        next_health = time.monotonic() + HEALTH_S
+        while not self._stop.is_set():
+            flushes = self._wait()
+            if time.monotonic() >= next_health:
+                self._report_health()
+                next_health = time.monotonic() + HEALTH_S
+            try:
+                self._drain()
+            except Exception:
+                _log.warning("telemetry batch lost", exc_info=True)
+            for written in flushes:
+                written.set()
+
+    def _wait(self) -> list[threading.Event]:
+        """Sleep until a batch is due; returns the flushes that wait for it."""
+        flushes = []
+        try:
+            signal = self._wake.get(timeout=BATCH_S)
+            while True:
+                if signal is not None:
+                    flushes.append(signal)
+                signal = self._wake.get_nowait()
+        except queue.Empty:
+            return flushes
+
+    def _drain(self) -> None:
+        with self._lock:
+            items, self._items = self._items, []
+            self._bytes = 0
+        if not items:
+            return
+        if self._segments is None:
+            self.counts.dropped_disk += len(items)
+            return
+        lost = self._segments.write([*self._batches(items, "traces"), *self._batches(items, "logs")])
+        self.counts.dropped_limit += lost.limit
+        self.counts.dropped_disk += lost.disk
+
+    def _batches(self, items: list[_Item], signal: Signal) -> Iterator[Batch]:
+        """Requests of one signal, each within the limits of a batch."""
+        messages: list[Message] = []
+        size = 0
+        for item in items:
+            if item.signal != signal:
+                continue
+            if item.size > ITEM_BYTES:
+                self.counts.dropped_limit += 1
+                continue
+            if messages and (len(messages) >= BATCH_ITEMS or size + item.size > BATCH_BYTES):
+                yield Batch(signal, len(messages), request(signal, self._resource, messages))
+                messages, size = [], 0
+            messages.append(item.message)
+            size += item.size
+        if messages:
+            yield Batch(signal, len(messages), request(signal, self._resource, messages))
+
+    def _deliver(self) -> None:
+        if self._sender is not None:
+            self._sender.run(self._stop)
+            self._sender.close()
+
+    def _report_health(self) -> None:
+        """Emit the counts; ``emitted`` includes this report."""
+        counts = self.counts
+        sent = self._sender.delivered if self._sender is not None else None
+        attributes = {
+            names.PRODUCER: self._producer,
+            names.EMITTED: counts.emitted + 1,
+            names.SENT: sent.sent if sent else 0,
+            names.REJECTED: sent.rejected if sent else 0,
+            names.RETRIED: sent.retried if sent else 0,
+            names.DROPPED_QUEUE: counts.dropped_queue,
+            names.DROPPED_LIMIT: counts.dropped_limit,
+            names.DROPPED_DISK: counts.dropped_disk,
+            names.DROPPED_FAULT: counts.dropped_fault,
+            names.QUEUE_LENGTH: self._segments.pending if self._segments is not None else 0,
+            names.OVERHEAD_NS: counts.overhead_ns,
+        }
+        self.put("logs", self._encoder.event(names.PRODUCER_HEALTH, None, time.time_ns(), attributes))

@@ -1,0 +1,343 @@
+"""A producer's spool on disk: a first-in first-out queue of batches in fsynced segment files, safe against kill -9.
+
+One folder per producer, locked by whoever owns it (the producer, or one deliverer after its death). A segment is a row
+of records: a 25-byte header with the payload's length and checksum, then the payload. Records are immutable and keep
+their sequence number for ever, so delivering one twice is harmless. Does not know OTLP or HTTP.
+
+When the folder reaches its byte cap new batches are refused, and those on disk stay: a run's history is then complete
+up to a point, so its joins hold, while dropping the oldest would lose the run's start and every root.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import struct
+import threading
+import zlib
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Self
+
+from rlinsight.otlp import SIGNALS, Signal
+
+HEADER = struct.Struct(
+    "<4sBQIII"
+)  # magic, signal, seq, items, payload bytes, crc32 of payload and the fields before it
+MAGIC = b"rlsp"
+SEGMENT_BYTES = 8 * 1024**2  # freed as a whole, so this is also what a killed producer may send again
+LOCK = "lock"
+DEAD_LETTERS = "dead-letters"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One serialized export request."""
+
+    signal: Signal
+    items: int  # spans or log records inside
+    payload: bytes
+    seq: int = 0  # 1, 2, ... per producer; 0 until it is in a segment
+
+
+@dataclass(slots=True)
+class Lost:
+    """Items of a write that did not reach the disk."""
+
+    limit: int = 0  # over the byte cap
+    disk: int = 0  # the write or the fsync failed
+
+
+@dataclass(slots=True)
+class _Segment:
+    path: Path
+    committed: int  # bytes that are fsynced; the reader goes no further
+
+
+class Segments:
+    """The queue. One thread writes; one thread peeks and acknowledges; every method may be called from both."""
+
+    def __init__(self, path: Path, lock_fd: int, max_bytes: int) -> None:
+        self.path = path
+        self.producer = path.name
+        self.torn_batches = self.torn_items = 0  # met while reading; only a killed producer leaves any
+        self._lock_fd = lock_fd
+        self._max_bytes = max_bytes
+        self._segment_bytes = min(SEGMENT_BYTES, max_bytes // 8)
+        self._changed = threading.Condition()
+        self._segments: deque[_Segment] = deque()
+        self._offset = 0  # of the next record to deliver, in the oldest segment
+        self._next_offset = 0  # behind that record
+        self._pending = 0  # batches on disk and not acknowledged
+        self._used = 0
+        self._seq = self._settled_seq = self._committed_seq = 0
+        self._file = -1
+        self._number = 0
+        self._warned = False
+        self._closed = False
+
+    @classmethod
+    def create(cls, root: Path, producer: str, max_bytes: int) -> Self:
+        """A new, empty folder ``root/producer``. Raises OSError."""
+        # Born under a hidden name, so that no deliverer can lock it first and take it for a dead producer's.
+        hidden, path = root / f".{producer}", root / producer
+        hidden.mkdir(parents=True, mode=0o700)
+        os.close(os.open(hidden / LOCK, os.O_CREAT | os.O_CLOEXEC, 0o600))
+        lock_fd = _lock(hidden)
+        if lock_fd is None:
+            raise OSError(f"{hidden} is locked by another process")
+        hidden.rename(path)
+        return cls(path, lock_fd, max_bytes)
+
+    @classmethod
+    def adopt(cls, path: Path) -> Self | None:
+        """The folder of a dead producer; None while its producer lives or another process delivers it."""
+        lock_fd = _lock(path)
+        if lock_fd is None:
+            return None
+        self = cls(path, lock_fd, max_bytes=0)
+        for segment in sorted(path.glob("*.seg")):
+            self._segments.append(_Segment(segment, segment.stat().st_size))
+        return self
+
+    def write(self, batches: Sequence[Batch]) -> Lost:
+        """Append and fsync batches; what does not fit or cannot be written is dropped and reported."""
+        lost = Lost()
+        written: list[Batch] = []  # since the last fsync
+        room = self._max_bytes - self._used
+        for batch in batches:
+            size = HEADER.size + len(batch.payload)
+            if size > room:
+                lost.limit += batch.items
+                continue
+            try:
+                if self._file < 0 or os.lseek(self._file, 0, os.SEEK_CUR) >= self._segment_bytes:
+                    self._commit(written)
+                    self._rotate()
+                written.append(batch)
+                self._seq += 1
+                _write_all(self._file, _record(batch, self._seq))
+                room -= size
+            except OSError as error:
+                self._roll_back(written or [batch], lost, error)
+                written.clear()
+        try:
+            self._commit(written)
+        except OSError as error:
+            self._roll_back(written, lost, error)
+        return lost
+
+    def _commit(self, batches: list[Batch]) -> None:
+        """Make what was written since the last commit durable and visible to the reader."""
+        if not batches:
+            return
+        os.fsync(self._file)
+        with self._changed:
+            segment, end = self._segments[-1], os.lseek(self._file, 0, os.SEEK_CUR)
+            self._used += end - segment.committed
+            segment.committed = end
+            self._pending += len(batches)
+            self._committed_seq = self._seq
+            self._changed.notify_all()
+        batches.clear()
+
+    def _rotate(self) -> None:
+        self._number += 1
+        path = self.path / f"{self._number:08d}.seg"
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._close_file()
+        self._file = file
+        with self._changed:
+            self._segments.append(_Segment(path, 0))
+        _fsync_folder(self.path)
+
+    def _roll_back(self, batches: list[Batch], lost: Lost, error: OSError) -> None:
+        """Forget a failed write. Its sequence numbers stay used, in case the disk kept some of it after all."""
+        if not self._warned:
+            self._warned = True
+            _log.warning(
+                "telemetry is being dropped: %s cannot be written (%s); free some space there", self.path, error
+            )
+        lost.disk += sum(batch.items for batch in batches)
+        if self._file < 0:
+            return
+        try:
+            os.ftruncate(self._file, self._segments[-1].committed)
+            os.lseek(self._file, 0, os.SEEK_END)
+        except OSError:
+            self._close_file()  # the next write starts a new segment
+
+    @property
+    def pending(self) -> int:
+        """Batches waiting for their acknowledgement."""
+        return self._pending
+
+    @property
+    def committed_seq(self) -> int:
+        """Highest sequence number on disk."""
+        return self._committed_seq
+
+    def peek(self, timeout_s: float) -> Batch | None:
+        """The oldest batch that is not acknowledged; waits up to ``timeout_s`` seconds for one."""
+        with self._changed:
+            batch = self._read()
+            if batch is None and timeout_s > 0 and not self._closed:
+                self._changed.wait(timeout_s)
+                batch = self._read()
+            return batch
+
+    def ack(self, batch: Batch) -> None:
+        """Forget the batch last peeked; its segment is deleted when nothing in it is left."""
+        with self._changed:
+            if self._closed:
+                return
+            self._offset = self._next_offset
+            self._pending -= 1
+            self._settled_seq = batch.seq
+            self._free_read_segments()
+            self._changed.notify_all()
+
+    def bury(self, batch: Batch) -> None:
+        """Move the batch last peeked to the dead-letter file, where it is kept for a person to look at."""
+        record = _record(batch, batch.seq)
+        try:
+            file = os.open(self.path / DEAD_LETTERS, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            try:
+                _write_all(file, record)
+            finally:
+                os.close(file)
+            with self._changed:
+                self._used += len(record)
+        except OSError as error:
+            _log.warning("a refused telemetry batch could not be kept in %s: %s", self.path / DEAD_LETTERS, error)
+        self.ack(batch)
+
+    def wait_settled(self, seq: int, timeout_s: float) -> bool:
+        """Whether every batch up to ``seq`` is acknowledged or buried within ``timeout_s`` seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._settled_seq >= seq or self._closed, max(timeout_s, 0)) and (
+                self._settled_seq >= seq
+            )
+
+    def close(self) -> None:
+        """Let go of the folder: removed if nothing is left in it, else free for a deliverer."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._close_file()
+            self._changed.notify_all()
+            if not self._unread():
+                for segment in self._segments:
+                    segment.path.unlink(missing_ok=True)
+                if not (self.path / DEAD_LETTERS).exists():
+                    shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock_fd)
+
+    def abandon(self) -> None:
+        """In a forked child: drop the inherited files without a trace. The lock stays with the parent."""
+        self._closed = True
+        self._close_file()
+        os.close(self._lock_fd)
+
+    def _unread(self) -> bool:
+        offset = self._offset
+        for segment in self._segments:
+            if offset < segment.committed:
+                return True
+            offset = 0
+        return False
+
+    def _read(self) -> Batch | None:
+        """The record at the read position, skipping damaged ones."""
+        while self._segments and not self._closed:
+            segment = self._segments[0]
+            if self._offset >= segment.committed:
+                if not self._free_read_segments():
+                    return None
+                continue
+            with segment.path.open("rb") as file:
+                file.seek(self._offset)
+                batch, length, items = _parse(file.read(HEADER.size), file)
+            if batch is not None:
+                self._next_offset = self._offset + length
+                return batch
+            self.torn_batches += 1
+            self.torn_items += items
+            self._offset = self._offset + length if length else segment.committed
+        return None
+
+    def _free_read_segments(self) -> bool:
+        """Delete the oldest segment if it is read to its end and no longer written."""
+        segment = self._segments[0]
+        if self._offset < segment.committed or (self._file >= 0 and segment is self._segments[-1]):
+            return False
+        segment.path.unlink(missing_ok=True)
+        self._used -= segment.committed
+        self._segments.popleft()
+        self._offset = self._next_offset = 0
+        return True
+
+    def _close_file(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def _record(batch: Batch, seq: int) -> bytes:
+    fields = (MAGIC, SIGNALS.index(batch.signal), seq, batch.items, len(batch.payload))
+    checksum = zlib.crc32(batch.payload, zlib.crc32(repr(fields).encode()))
+    return HEADER.pack(*fields, checksum) + batch.payload
+
+
+def _parse(header: bytes, file: BinaryIO) -> tuple[Batch | None, int, int]:
+    """The record behind ``header``, its length, its items; no batch if damaged, length 0 if nothing can follow it."""
+    if len(header) < HEADER.size:
+        return None, 0, 0
+    *fields, checksum = HEADER.unpack(header)
+    magic, signal, seq, items, length = fields
+    if magic != MAGIC or signal >= len(SIGNALS):
+        return None, 0, 0
+    payload = file.read(length)
+    if len(payload) < length:
+        return None, 0, items
+    if zlib.crc32(payload, zlib.crc32(repr(tuple(fields)).encode())) != checksum:
+        return None, HEADER.size + length, items
+    return Batch(SIGNALS[signal], items, payload, seq), HEADER.size + length, items
+
+
+def _write_all(file: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]
+
+
+def _fsync_folder(path: Path) -> None:
+    folder = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _lock(path: Path) -> int | None:
+    """Descriptor holding the folder's lock, which ends with its process; None if the lock is taken or gone."""
+    try:
+        file = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Whoever held it may have delivered and removed the folder between the two calls.
+        if (path / LOCK).stat().st_ino == os.fstat(file).st_ino:
+            return file
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    os.close(file)
+    return None
