@@ -205,7 +205,8 @@ class AlgorithmSection(Section):
 
     @model_validator(mode="after")
     def _no_idle_options(self) -> AlgorithmSection:
-        if self.kl_coef == 0 and "kl_estimator" in self.model_fields_set:
+        # The default is let through, so that a resolved config can be loaded again.
+        if self.kl_coef == 0 and self.kl_estimator != type(self).model_fields["kl_estimator"].default:
             raise ValueError("kl_estimator has no effect while kl_coef is 0; set kl_coef > 0 or remove kl_estimator")
         return self
 

@@ -1,0 +1,23 @@
+"""Every config that ships can be loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlinsight import config
+
+SHIPPED = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
+
+
+def test_configs_are_shipped() -> None:
+    """The quickstart of the README exists, so the parametrised test below is not empty."""
+    assert "quickstart.yaml" in [path.name for path in SHIPPED]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_shipped_config_loads_and_survives_a_round_trip(path: Path) -> None:
+    """A shipped config is valid, and its resolved form parses to the same run."""
+    loaded = config.load(path)
+    assert config.parse(loaded.model_dump(mode="json")).hash() == loaded.hash()
