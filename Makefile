@@ -44,8 +44,8 @@ bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/telemetry_emit.py
 
 constraints: $(VENV)/.dev
-	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//' > /tmp/rlinsight-pins.txt
-	(sed -n '/^#/p' constraints/cpu.txt; cat /tmp/rlinsight-pins.txt) > constraints/cpu.new && mv constraints/cpu.new constraints/cpu.txt
+	(sed -n '/^#/p' constraints/cpu.txt; $(PIP) freeze --all --exclude pip --exclude-editable | sed 's/+cpu$$//' | sort -f) > constraints/cpu.new
+	mv constraints/cpu.new constraints/cpu.txt
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,207 @@
+"""What a person sees while training: a live block on a terminal, one line per step elsewhere, a summary at the end.
+
+Implements ``core_trainer.job.Reporter``. Owns the words and the layout, and remembers the user's wish to stop; signal
+handling is ``launch``'s.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import time
+from collections import deque
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from rlinsight import names
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+    from core_trainer.job import RunSummary, StepReport
+
+BARS = "▁▂▃▄▅▆▇█"
+TREND_WIDTH = 40  # steps drawn in a sparkline
+PACE_STEPS = 10  # steps the ETA averages over: short enough to follow a change, long enough to be calm
+SUMMARY_STEPS = 5  # steps averaged at each end of the learning summary
+
+
+class Progress:
+    """Reporter of one attempt. Use as a context manager around the run."""
+
+    def __init__(self, console: Console, run_id: str, total_steps: int) -> None:
+        self.console, self.run_id, self.total_steps = console, run_id, total_steps
+        self.started = time.monotonic()
+        self._stopping = False
+        self._stage = ""
+        self._note = ""
+        self._latest: StepReport | None = None
+        self._rewards: list[float | None] = []
+        self._seconds: deque[float] = deque(maxlen=PACE_STEPS)
+        self._tokens_per_s: list[float] = []
+        self._live = None
+
+    def __enter__(self) -> Progress:
+        if self.console.is_terminal:
+            from rich.live import Live
+
+            self._live = Live(self, console=self.console, refresh_per_second=4)
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    # Reporter --------------------------------------------------------------------------------------------------------
+
+    def stage(self, text: str) -> None:
+        """Say what is happening before the first step or after the last."""
+        self._stage = text
+        if self._live is None:
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def step(self, report: StepReport) -> None:
+        """Say that a step is done."""
+        self._latest, self._stage = report, ""
+        self._rewards.append(report.metrics.get(names.M_REWARD_MEAN))
+        self._seconds.append(report.seconds)
+        if (speed := report.metrics.get(names.M_TOKENS_PER_S)) is not None:
+            self._tokens_per_s.append(speed)
+        if self._live is None:
+            self.console.print(self._line(report), markup=False, highlight=False, soft_wrap=True)
+
+    def stop_requested(self) -> bool:
+        """True once the user asked for a stop."""
+        return self._stopping
+
+    # Drawing ---------------------------------------------------------------------------------------------------------
+
+    def request_stop(self) -> None:
+        """Remember the wish to stop and say what it does. Safe to call inside a signal handler."""
+        self._stopping = True
+        self._note = "stopping after this step, with a checkpoint; Ctrl-C again stops now"
+        # A handler may have interrupted a print, and Python's buffers refuse to be entered twice.
+        if self._live is None:
+            os.write(2, f"{self._note}\n".encode())
+
+    def _line(self, report: StepReport) -> str:
+        metrics = report.metrics
+        parts = [
+            f"step {report.step}/{report.total_steps}",
+            f"reward {_number(metrics.get(names.M_REWARD_MEAN), '.3f')}",
+            f"length {_number(metrics.get(names.M_LENGTH_MEAN), '.1f')}",
+            f"{_number(metrics.get(names.M_TOKENS_PER_S), ',.0f')} tokens/s",
+            f"{report.seconds:.1f} s",
+            f"eta {self._eta(report)}",
+        ]
+        return "  ".join(parts)
+
+    def _eta(self, report: StepReport) -> str:
+        left = report.total_steps - report.step
+        return duration(left * fmean(self._seconds)) if self._seconds else "?"
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The live block: run, bar and ETA; reward with its trend; length and speed."""
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        report = self._latest
+        elapsed = duration(time.monotonic() - self.started)
+        if report is None:
+            yield Text.assemble((self.run_id, "bold"), f"  {self._stage or 'starting'}  ", (elapsed, "dim"))
+        else:
+            head = Table.grid(padding=(0, 2))
+            head.add_row(
+                Text(self.run_id, style="bold"),
+                Text(f"step {report.step}/{report.total_steps}"),
+                ProgressBar(total=report.total_steps, completed=report.step, width=24),
+                Text(f"{report.seconds:.1f} s/step"),
+                Text(f"{elapsed} gone, ETA {self._eta(report)}" if not self._stage else self._stage, style="dim"),
+            )
+            yield head
+            metrics = report.metrics
+            body = Table.grid(padding=(0, 2))
+            body.add_row(
+                "  reward",
+                _number(metrics.get(names.M_REWARD_MEAN), ".3f"),
+                Text(sparkline(self._rewards), style="green"),
+                Text(f"first {_number(self._rewards[0], '.3f')}", style="dim"),
+            )
+            yield body
+            yield Text(
+                f"  response length {_number(metrics.get(names.M_LENGTH_MEAN), '.1f')} tokens"
+                f"   speed {_number(metrics.get(names.M_TOKENS_PER_S), ',.0f')} tokens/s"
+            )
+        if self._note:
+            yield Text(self._note, style="yellow")
+
+    # Summary ---------------------------------------------------------------------------------------------------------
+
+    def cut_short(self, checkpoint: Path | None) -> RunSummary:
+        """What is known of an attempt whose trainer was stopped before it could say."""
+        from core_trainer.job import RunSummary
+
+        rewards = [reward for reward in self._rewards if reward is not None]
+        return RunSummary("interrupted", self._latest.step if self._latest else 0, rewards, checkpoint)
+
+    def summary(self, summary: RunSummary, linked: float | None, store: Path) -> list[str]:
+        """Closing lines: what was learned, how long it took, how complete the record is, what to run next.
+
+        ``linked`` is the share of trace edges that join, from ``v_linkage``; None when it could not be asked.
+        """
+        rewards = summary.rewards
+        lines = [f"{self.run_id}: {summary.status} at step {summary.step}/{self.total_steps}"]
+        if len(rewards) >= 2:
+            n = min(SUMMARY_STEPS, len(rewards) // 2)
+            first, last = fmean(rewards[:n]), fmean(rewards[-n:])
+            which = f"{n} steps" if n > 1 else "step"
+            lines.append(f"  reward     first {which} {first:.3f} -> last {which} {last:.3f}  {sparkline(rewards)}")
+        elapsed = time.monotonic() - self.started
+        speed = f", {fmean(self._tokens_per_s):,.0f} tokens/s" if self._tokens_per_s else ""
+        per_step = f", {sum(self._seconds) / len(self._seconds):.1f} s per step" if self._seconds else ""
+        lines.append(f"  time       {duration(elapsed)}{per_step}{speed}")
+        lines.append(f"  telemetry  {'not asked' if linked is None else f'{linked:.2%} of records link up'}")
+        if summary.checkpoint is not None:
+            lines.append(f"  checkpoint {summary.checkpoint}")
+        commands = self._next_commands(store)
+        if summary.status == "interrupted" and summary.checkpoint is not None:
+            run_dir = summary.checkpoint.parents[1]
+            commands.insert(0, f"  rlinsight train {shlex.quote(str(run_dir / 'config.yaml'))} --resume {self.run_id}")
+        return [*lines, "", "next:", *commands]
+
+    def _next_commands(self, store: Path) -> list[str]:
+        """Ready to paste."""
+        where = "" if store == Path("runs/rlinsight.duckdb") else f" --store {shlex.quote(str(store))}"
+        query = (
+            "select step, reward_mean, response_length_mean, entropy from train_metrics "
+            f"where run_id = '{self.run_id}' order by step"
+        )
+        return [f"  rlinsight dashboard{where}", f'  rlinsight sql{where} "{query}"']
+
+
+def sparkline(values: list[float | None] | list[float]) -> str:
+    """Bars from the smallest value to the largest, at most TREND_WIDTH wide; a blank where the value is unknown."""
+    shown = values[-TREND_WIDTH:]
+    known = [value for value in shown if value is not None]
+    if not known:
+        return ""
+    low, span = min(known), max(known) - min(known)
+    scale = (len(BARS) - 1) / span if span else 0.0
+    return "".join(" " if value is None else BARS[round((value - low) * scale)] for value in shown)
+
+
+def duration(seconds: float) -> str:
+    """``42s``, ``3m05s``, ``2h04m``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    minutes, rest = divmod(whole, 60)
+    return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "?" if value is None else format(value, form)

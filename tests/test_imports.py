@@ -1,0 +1,55 @@
+"""What importing rlinsight costs, and that the import rules cover every module."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+HEAVY = ("torch", "ray", "transformers", "duckdb", "streamlit", "plotly", "pandas", "pyarrow", "numpy")
+MODULES = sorted(path.stem for path in (ROOT / "rlinsight").glob("*.py") if path.stem != "__init__")
+
+
+def heavy_after(code: str) -> list[str]:
+    """Heavy top-level modules loaded once a fresh interpreter has run ``code``."""
+    report = f"{code}\nimport json, sys\nprint(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"
+    result = subprocess.run([sys.executable, "-c", report], capture_output=True, text=True, check=True)
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def _children_time() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def test_a_heavy_import_would_be_seen() -> None:
+    """The probe reports a module that was loaded."""
+    assert heavy_after("import numpy") == ["numpy"]
+
+
+@pytest.mark.parametrize("module", [*MODULES, "schema"])
+def test_importing_rlinsight_is_light(module: str) -> None:
+    """No module of rlinsight loads a training, storage or dashboard library when it is imported."""
+    assert heavy_after(f"import rlinsight.{module}") == []
+
+
+def test_help_is_light_and_instant() -> None:
+    """`rlinsight --help` loads none of them, nor pydantic, and takes less than 0.3 s of processor time."""
+    before = _children_time()
+    run_help = "from rlinsight.cli import app\ntry: app(['--help'])\nexcept SystemExit: pass"
+    assert heavy_after(f"{run_help}\nimport sys\nassert 'pydantic' not in sys.modules") == []
+    assert _children_time() - before < 0.3
+
+
+def test_every_module_has_a_layer() -> None:
+    """A new module of rlinsight must be given a place in the layers."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = next(contract["layers"] for contract in contracts if contract["id"] == "layers")
+    placed = {name for layer in layers for name in layer.replace("|", " ").replace(":", " ").split()}
+    assert {f"rlinsight.{module}" for module in [*MODULES, "schema"]} - placed == set()
