@@ -37,6 +37,10 @@ class StoreError(RlinsightError):
     """The DuckDB store cannot be opened, is of a newer schema version, or refused a statement."""
 
 
+class SpoolError(RlinsightError):
+    """A spool directory cannot be read, or not freed of what was delivered."""
+
+
 class CollectorError(RlinsightError):
     """The collector cannot start, or stopped answering."""
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from google.protobuf.message import Message
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 
-from rlinsight import names
+from rlinsight import counts, names
+from rlinsight.counts import Counts
 from rlinsight.otlp import Encoder, Signal, request
 from rlinsight.segments import Batch, Segments
 from rlinsight.spool import Sender
@@ -32,18 +33,6 @@ HEALTH_S = 5.0
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class Counts:
-    """Items since setup. Each field has one kind of writer: emitters under the queue's lock, or the writer thread."""
-
-    emitted: int = 0
-    dropped_queue: int = 0
-    dropped_limit: int = 0
-    dropped_disk: int = 0
-    dropped_fault: int = 0
-    overhead_ns: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class _Item:
     signal: Signal
@@ -52,24 +41,23 @@ class _Item:
 
 
 class Exporter:
-    """One producer. ``segments`` None drops everything, counted; ``sender`` None only spools."""
+    """One producer. Without ``segments`` everything is dropped, counted; without ``endpoint`` it is only spooled."""
 
     def __init__(
-        self, producer: str, encoder: Encoder, resource: Resource, segments: Segments | None, sender: Sender | None
+        self, producer: str, encoder: Encoder, resource: Resource, segments: Segments | None, endpoint: str | None
     ) -> None:
-        self.counts = Counts()
+        self.counts = Counts.create(producer) if segments is not None else Counts()
         self._producer = producer
         self._encoder = encoder
         self._resource = resource
         self._segments = segments
-        self._sender = sender
+        self._sender = Sender(segments, endpoint, self.counts) if segments and endpoint else None
         # Reentrant: a signal handler may emit while its thread is inside an emit call.
         self._lock = threading.RLock()
         self._items: list[_Item] = []
         self._bytes = 0
-        self._wake: queue.SimpleQueue[threading.Event | None] = (
-            queue.SimpleQueue()
-        )  # reentrant too; an event is a flush
+        # Reentrant too. An event asks for a flush, None says that a batch is full.
+        self._wake: queue.SimpleQueue[threading.Event | None] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._writer = threading.Thread(target=self._write_loop, name="rlinsight-telemetry-writer", daemon=True)
         self._courier = threading.Thread(target=self._deliver, name="rlinsight-telemetry-sender", daemon=True)
@@ -114,7 +102,7 @@ class Exporter:
         return self._segments.wait_settled(self._segments.committed_seq, deadline - time.monotonic())
 
     def close(self, timeout_s: float) -> bool:
-        """Flush, report the final counts, stop. True if the collector has everything."""
+        """Flush, report the final counts, stop. True if the collector has everything that was ever emitted."""
         deadline = time.monotonic() + timeout_s
         self.flush(timeout_s)
         self._report_health()
@@ -124,7 +112,8 @@ class Exporter:
         self._writer.join(max(deadline - time.monotonic(), 0.5))
         if self._segments is None or self._writer.is_alive():
             return False  # a disk that hangs keeps its files: closing them under a write could hit another file
-        delivered = self._segments.pending == 0
+        counts.remove(self._producer)
+        delivered = self._segments.pending == 0 and self.counts.sent == self.counts.emitted
         self._segments.close()
         return delivered
 
@@ -140,10 +129,7 @@ class Exporter:
             if time.monotonic() >= next_health:
                 self._report_health()
                 next_health = time.monotonic() + HEALTH_S
-            try:
-                self._drain()
-            except Exception:
-                _log.warning("telemetry batch lost", exc_info=True)
+            self._drain()
             for written in flushes:
                 written.set()
 
@@ -168,9 +154,16 @@ class Exporter:
         if self._segments is None:
             self.counts.dropped_disk += len(items)
             return
-        lost = self._segments.write([*self._batches(items, "traces"), *self._batches(items, "logs")])
+        known = self.counts.dropped_limit
+        try:
+            lost = self._segments.write([*self._batches(items, "traces"), *self._batches(items, "logs")])
+        except Exception:  # out of memory, most likely; this thread must live on
+            _log.warning("%d telemetry items lost", len(items), exc_info=True)
+            self.counts.dropped_disk += len(items)
+            return
         self.counts.dropped_limit += lost.limit
         self.counts.dropped_disk += lost.disk
+        self.counts.written += len(items) - lost.disk - (self.counts.dropped_limit - known)
 
     def _batches(self, items: list[_Item], signal: Signal) -> Iterator[Batch]:
         """Requests of one signal, each within the limits of a batch."""
@@ -191,25 +184,21 @@ class Exporter:
             yield Batch(signal, len(messages), request(signal, self._resource, messages))
 
     def _deliver(self) -> None:
-        if self._sender is not None:
+        if self._sender is None:
+            return
+        try:
             self._sender.run(self._stop)
+        except OSError as error:
+            _log.warning("telemetry is no longer delivered, only spooled: the spool cannot be read (%s)", error)
+        finally:
             self._sender.close()
 
     def _report_health(self) -> None:
         """Emit the counts; ``emitted`` includes this report."""
-        counts = self.counts
-        sent = self._sender.delivered if self._sender is not None else None
         attributes = {
             names.PRODUCER: self._producer,
-            names.EMITTED: counts.emitted + 1,
-            names.SENT: sent.sent if sent else 0,
-            names.REJECTED: sent.rejected if sent else 0,
-            names.RETRIED: sent.retried if sent else 0,
-            names.DROPPED_QUEUE: counts.dropped_queue,
-            names.DROPPED_LIMIT: counts.dropped_limit,
-            names.DROPPED_DISK: counts.dropped_disk,
-            names.DROPPED_FAULT: counts.dropped_fault,
+            **self.counts.report(),
+            names.EMITTED: self.counts.emitted + 1,
             names.QUEUE_LENGTH: self._segments.pending if self._segments is not None else 0,
-            names.OVERHEAD_NS: counts.overhead_ns,
         }
         self.put("logs", self._encoder.event(names.PRODUCER_HEALTH, None, time.time_ns(), attributes))

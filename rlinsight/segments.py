@@ -31,6 +31,7 @@ HEADER = struct.Struct(
 MAGIC = b"rlsp"
 SEGMENT_BYTES = 8 * 1024**2  # freed as a whole, so this is also what a killed producer may send again
 LOCK = "lock"
+OWNER = "owner"
 DEAD_LETTERS = "dead-letters"
 
 _log = logging.getLogger(__name__)
@@ -83,12 +84,13 @@ class Segments:
         self._closed = False
 
     @classmethod
-    def create(cls, root: Path, producer: str, max_bytes: int) -> Self:
-        """A new, empty folder ``root/producer``. Raises OSError."""
+    def create(cls, root: Path, producer: str, max_bytes: int, owner: bytes) -> Self:
+        """A new, empty folder ``root/producer``. ``owner`` describes the producer to a deliverer. Raises OSError."""
         # Born under a hidden name, so that no deliverer can lock it first and take it for a dead producer's.
         hidden, path = root / f".{producer}", root / producer
         hidden.mkdir(parents=True, mode=0o700)
-        os.close(os.open(hidden / LOCK, os.O_CREAT | os.O_CLOEXEC, 0o600))
+        (hidden / OWNER).write_bytes(owner)
+        (hidden / LOCK).touch(0o600)
         lock_fd = _lock(hidden)
         if lock_fd is None:
             raise OSError(f"{hidden} is locked by another process")
@@ -125,7 +127,9 @@ class Segments:
                 _write_all(self._file, _record(batch, self._seq))
                 room -= size
             except OSError as error:
-                self._roll_back(written or [batch], lost, error)
+                if not written or written[-1] is not batch:
+                    written.append(batch)
+                self._roll_back(written, lost, error)
                 written.clear()
         try:
             self._commit(written)
@@ -172,6 +176,11 @@ class Segments:
             os.lseek(self._file, 0, os.SEEK_END)
         except OSError:
             self._close_file()  # the next write starts a new segment
+
+    @property
+    def owner(self) -> bytes:
+        """What ``create`` was told about the producer. Raises OSError."""
+        return (self.path / OWNER).read_bytes()
 
     @property
     def pending(self) -> int:
@@ -241,9 +250,8 @@ class Segments:
             os.close(self._lock_fd)
 
     def abandon(self) -> None:
-        """In a forked child: drop the inherited files without a trace. The lock stays with the parent."""
+        """In a forked child: a lock must end with its producer, not with the last child that inherited it."""
         self._closed = True
-        self._close_file()
         os.close(self._lock_fd)
 
     def _unread(self) -> bool:

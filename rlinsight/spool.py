@@ -22,7 +22,12 @@ from google.protobuf.message import DecodeError
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceResponse
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceResponse
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
+from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 
+from rlinsight import names
+from rlinsight.counts import Counts, of_killed, remove
+from rlinsight.errors import SpoolError
+from rlinsight.otlp import Encoder, request
 from rlinsight.segments import Batch, Segments
 
 POST_TIMEOUT_S = 10.0
@@ -30,20 +35,19 @@ POLL_S = 0.5
 BACKOFF_S = (0.1, 5.0)  # first and longest wait between attempts; each is jittered by half
 REFUSED = frozenset({400, 413, 415, 422})  # the batch itself is at fault: trying again cannot help
 MAX_SERVER_ERRORS = 10  # answers 500 to one batch before it counts as poison, so that it does not block the rest
+DEATH_SEQ = 2**62  # of the report about a killed producer: one per producer, above any it reached itself
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class Delivered:
-    """What was delivered, cumulative."""
+    """What ``deliver_leftovers`` did."""
 
-    batches: int = 0
-    sent: int = 0  # items the collector stored
+    sent: int = 0  # items the collector stored, now or, unknown to the dead producer, before
     rejected: int = 0  # items it refused, with their batch or out of it
-    retried: int = 0  # attempts after the first
-    torn_batches: int = 0  # cut off when their producer was killed
-    torn_items: int = 0
+    lost: int = 0  # items not yet on disk when their producer was killed
+    producers: int = 0  # folders delivered to the end
     remaining: int = 0  # folders with undelivered batches
 
 
@@ -58,9 +62,9 @@ class _Reply:
 class Sender:
     """Posts the batches of one folder over one kept-alive connection."""
 
-    def __init__(self, segments: Segments, endpoint: str) -> None:
-        self.delivered = Delivered()
+    def __init__(self, segments: Segments, endpoint: str, counts: Counts) -> None:
         self._segments = segments
+        self._counts = counts
         self._connection = _connect(endpoint)
         self._base = urlsplit(endpoint).path.rstrip("/")
         self._random = random.Random()  # its own: training seeds and reads the global generator
@@ -75,7 +79,7 @@ class Sender:
                 if until_empty:
                     return
                 continue
-            reply = self._post(batch, min(POST_TIMEOUT_S, max(deadline - time.monotonic(), 0.1)))
+            reply = self.post(batch, min(POST_TIMEOUT_S, max(deadline - time.monotonic(), 0.1)))
             if stop.is_set():
                 return  # the folder may be another's by now; if it was stored, the collector knows it again
             server_errors += reply.verdict == "failed"
@@ -85,7 +89,7 @@ class Sender:
                 attempts = server_errors = 0
             else:
                 attempts += 1
-                self.delivered.retried += 1
+                self._counts.retried += attempts == 1
                 stop.wait(max(min(self._pause(attempts, reply), deadline - time.monotonic()), 0))
 
     def close(self) -> None:
@@ -94,17 +98,16 @@ class Sender:
 
     def _settle(self, batch: Batch, reply: _Reply) -> None:
         """The batch is done with."""
-        self.delivered.batches += 1
         if reply.verdict == "stored":
-            self.delivered.sent += batch.items - reply.rejected
-            self.delivered.rejected += reply.rejected
+            self._counts.sent += batch.items - reply.rejected
+            self._counts.rejected += reply.rejected
             self._segments.ack(batch)
             if reply.rejected:
                 _log.warning(
                     "the collector refused %d of %d telemetry items: %s", reply.rejected, batch.items, reply.detail
                 )
             return
-        self.delivered.rejected += batch.items
+        self._counts.rejected += batch.items
         self._segments.bury(batch)
         _log.warning(
             "the collector refused telemetry batch %d (%d items, %d bytes): %s; it is kept in %s",
@@ -122,12 +125,14 @@ class Sender:
         backoff = min(first * 2 ** min(attempts - 1, 16), longest) * self._random.uniform(0.5, 1.5)
         return max(backoff, reply.retry_after_s)
 
-    def _post(self, batch: Batch, timeout_s: float) -> _Reply:
+    def post(self, batch: Batch, timeout_s: float = POST_TIMEOUT_S) -> _Reply:
+        """One attempt to deliver a batch."""
         headers = {
             "Content-Type": "application/x-protobuf",
             "x-rlinsight-producer": self._segments.producer,
             "x-rlinsight-seq": str(batch.seq),
         }
+        reused = self._connection.sock is not None
         try:
             self._connection.timeout = timeout_s
             if self._connection.sock is not None:
@@ -137,6 +142,8 @@ class Sender:
             body = answer.read()
         except (OSError, http.client.HTTPException) as error:
             self._connection.close()  # the next request reconnects
+            if reused and isinstance(error, ConnectionError):  # the server closed an idle connection
+                return self.post(batch, timeout_s)
             return _Reply("unavailable", f"{type(error).__name__}: {error}")
         if 200 <= answer.status < 300:
             rejected, detail = _partial_success(batch, body)
@@ -152,29 +159,60 @@ def deliver_leftovers(spool_dir: Path, endpoint: str, timeout_s: float = 30.0) -
     """Deliver what dead producers left in ``spool_dir``, within ``timeout_s`` seconds.
 
     Folders of living producers, and those another process is delivering, are left alone. Batches keep their producer
-    and number, so what the collector has already stored is not stored twice. A record cut off by a kill is counted.
+    and number, so what the collector has already stored is not stored twice. Raises SpoolError.
     """
     total = Delivered()
     deadline = time.monotonic() + timeout_s
     for path in sorted(path for path in Path(spool_dir).glob("[!.]*") if path.is_dir()):
-        segments = Segments.adopt(path)
-        if segments is None:
-            continue
-        sender = Sender(segments, endpoint)
         try:
-            sender.run(threading.Event(), until_empty=True, deadline=deadline)
-            total.remaining += segments.peek(0) is not None
-        finally:
-            sender.close()
-            segments.close()
-        for name in ("batches", "sent", "rejected", "retried"):
-            setattr(total, name, getattr(total, name) + getattr(sender.delivered, name))
-        total.torn_batches += segments.torn_batches
-        total.torn_items += segments.torn_items
-    if total.torn_batches:
-        _log.warning("%d telemetry batches (at least %d items) were cut off when their producer was killed",
-                     total.torn_batches, total.torn_items)  # fmt: skip
+            segments = Segments.adopt(path)
+            if segments is not None:
+                _deliver_folder(segments, endpoint, deadline, total)
+        except OSError as error:
+            raise SpoolError(f"spool {path} cannot be delivered ({error}); copy it to a writable directory") from None
     return total
+
+
+def _deliver_folder(segments: Segments, endpoint: str, deadline: float, total: Delivered) -> None:
+    counts = Counts()
+    sender = Sender(segments, endpoint, counts)
+    try:
+        sender.run(threading.Event(), until_empty=True, deadline=deadline)
+        killed = of_killed(segments.producer)
+        if segments.peek(0) is not None or (killed and not _report_death(sender, segments, killed, counts)):
+            total.remaining += 1
+        else:
+            total.producers += 1
+            remove(segments.producer)
+        # Without the counters only a cut-off record tells of a loss.
+        total.lost += _unsynced(killed) if killed else segments.torn_items
+    finally:
+        sender.close()
+        segments.close()
+    total.sent += counts.sent
+    total.rejected += counts.rejected
+
+
+def _unsynced(killed: Counts) -> int:
+    return killed.emitted - killed.dropped - killed.written
+
+
+def _report_death(sender: Sender, segments: Segments, killed: Counts, delivered: Counts) -> bool:
+    """Send a killed producer's last health report, with what it lost; whether the collector took it."""
+    lost = _unsynced(killed)
+    if lost:
+        _log.warning("%d telemetry items were not on disk yet when %s was killed", lost, segments.producer)
+    killed.rejected = max(killed.rejected, delivered.rejected)
+    killed.sent = killed.written - killed.rejected  # what was on disk is delivered by now
+    attributes = {
+        names.PRODUCER: segments.producer,
+        **killed.report(),
+        names.DROPPED_CRASH: lost,
+        names.QUEUE_LENGTH: 0,
+    }
+    event = Encoder().event(names.PRODUCER_HEALTH, None, time.time_ns(), attributes)
+    payload = request("logs", Resource.FromString(segments.owner), [event])
+    return sender.post(Batch("logs", 1, payload, DEATH_SEQ)).verdict in ("stored", "refused")
 
 
 def _connect(endpoint: str) -> http.client.HTTPConnection:

@@ -31,7 +31,6 @@ from rlinsight import names
 from rlinsight.exporter import Exporter
 from rlinsight.otlp import Attributes, AttributeValue, Encoder, TextMode
 from rlinsight.segments import Segments
-from rlinsight.spool import Sender
 
 Carrier = Mapping[str, str]
 
@@ -82,20 +81,20 @@ def setup(
         }
     )
     try:
-        segments = Segments.create(Path(spool_dir), producer, spool_bytes)
+        segments = Segments.create(Path(spool_dir), producer, spool_bytes, who.SerializeToString())
     except OSError as error:
         _log.warning(
             "telemetry is dropped: spool directory %s is unusable (%s); set one that is writable", spool_dir, error
         )
         segments = None
-    sender = Sender(segments, endpoint) if segments is not None and endpoint is not None else None
-    _recorder = Recorder(encoder, Exporter(producer, encoder, who, segments, sender), lane or f"{role}/{rank}")
+    _recorder = Recorder(encoder, Exporter(producer, encoder, who, segments, endpoint), lane or f"{role}/{rank}")
 
 
 def shutdown(timeout_s: float = 10.0) -> bool:
     """Stop recording: write everything to the spool and wait up to ``timeout_s`` seconds for its delivery.
 
-    True if the collector has acknowledged everything. What it has not stays on disk for ``spool.deliver_leftovers``.
+    True if the collector stored everything this process emitted. What it has not acknowledged stays on disk, for
+    ``spool.deliver_leftovers``.
     """
     global _recorder
     recorder, _recorder = _recorder, None

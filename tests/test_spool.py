@@ -1,0 +1,363 @@
+"""Delivery under faults: what is acknowledged is stored once, what is lost is counted, nothing blocks the rest."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlinsight import counts, names, segments, spool, telemetry
+from rlinsight.errors import SpoolError
+from rlinsight.segments import Batch, Segments
+from tests.scripted_collector import Answer, Collector, attributes, running
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def stopped() -> Iterator[None]:
+    yield
+    telemetry.shutdown(0.1)
+
+
+def start(spool_dir: Path, endpoint: str | None, **settings) -> None:
+    telemetry.setup("controller", spool_dir=spool_dir, run_id="run-1", attempt=1, endpoint=endpoint, **settings)
+
+
+def emit(first: int, last: int) -> None:
+    for index in range(first, last):
+        telemetry.event("e", {"index": index})
+
+
+def indices(collector: Collector) -> list[int]:
+    return sorted(attributes(event.attributes)["index"] for event in collector.events("e"))
+
+
+def health(collector: Collector) -> dict:
+    """The newest health report."""
+    reports = sorted(collector.events(names.PRODUCER_HEALTH), key=lambda report: report.time_unix_nano)
+    return attributes(reports[-1].attributes)
+
+
+def test_busy_collector_is_given_the_time_it_asks_for(tmp_path: Path) -> None:
+    """503 with Retry-After is tried again after that time, and then stored once."""
+    script = [Answer(503, {"Retry-After": "1"}), Answer(429)]
+    with running(Collector(script)) as collector:
+        start(tmp_path, collector.url)
+        emit(0, 10)
+        assert telemetry.shutdown(10)
+        first, second, third = collector.requests[:3]
+        assert second.at - first.at >= 1.0
+        assert third.at - second.at < 1.0
+        assert first.seq == second.seq == third.seq
+        assert indices(collector) == list(range(10))
+        assert health(collector)[names.RETRIED] == 1
+
+
+def test_a_lost_answer_is_not_a_duplicate(tmp_path: Path) -> None:
+    """A batch stored but never acknowledged comes again under the same number, so the ledger knows it."""
+    with running(Collector([Answer(hang_up=True)])) as collector:
+        start(tmp_path, collector.url)
+        emit(0, 10)
+        assert telemetry.shutdown(10)
+        assert collector.duplicates == 1
+        assert indices(collector) == list(range(10))
+
+
+@pytest.mark.parametrize("status", [400, 413])
+def test_a_refused_batch_is_kept_aside_and_the_rest_goes_on(status: int, tmp_path: Path) -> None:
+    """A refused batch lands in the dead-letter file, is counted as rejected, and is not sent again."""
+    with running(Collector([Answer(status)])) as collector:
+        start(tmp_path, collector.url)
+        emit(0, 10)
+        assert telemetry.flush(5)
+        emit(10, 20)
+        assert not telemetry.shutdown(5)
+        assert indices(collector) == list(range(10, 20))
+        assert health(collector)[names.REJECTED] == 10
+        (letters,) = tmp_path.glob(f"*/{segments.DEAD_LETTERS}")
+        refused = collector.requests[0]
+        assert refused.body in letters.read_bytes()
+        before = len(collector.requests)
+        spool.deliver_leftovers(tmp_path, collector.url)
+        assert len(collector.requests) == before
+
+
+def test_a_poisonous_batch_blocks_nothing_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch that makes the collector fail every time is put aside after a bounded number of attempts."""
+    monkeypatch.setattr(spool, "BACKOFF_S", (0.001, 0.002))
+    with running(Collector([Answer(500)] * spool.MAX_SERVER_ERRORS)) as collector:
+        start(tmp_path, collector.url)
+        emit(0, 3)
+        assert telemetry.flush(5)
+        emit(3, 6)
+        telemetry.shutdown(5)
+        assert indices(collector) == [3, 4, 5]
+
+
+def test_partial_success_is_counted(tmp_path: Path) -> None:
+    """Items the collector left out of a stored batch count as rejected, not as sent."""
+    with running(Collector([Answer(rejected=2)])) as collector:
+        start(tmp_path, collector.url)
+        for _ in range(5):
+            with telemetry.span("s"):
+                pass
+        assert not telemetry.shutdown(5)
+        assert (health(collector)[names.REJECTED], health(collector)[names.SENT]) == (2, 3)
+
+
+def test_an_idle_connection_that_was_closed_is_not_an_outage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A keep-alive connection the server has closed is reopened without a retry or a warning."""
+    with running(Collector(), idle_timeout_s=0.2) as collector:
+        start(tmp_path, collector.url)
+        emit(0, 1)
+        assert telemetry.flush(5)
+        time.sleep(0.5)
+        emit(1, 2)
+        assert telemetry.shutdown(5)
+        assert indices(collector) == [0, 1]
+        assert health(collector)[names.RETRIED] == 0
+    assert caplog.text == ""
+
+
+def test_no_collector_all_run_long_loses_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With the collector down the spool holds everything; deliver_leftovers sends it, each item once, and tidies up."""
+    start(tmp_path, "http://127.0.0.1:9")
+    emit(0, 2000)
+    assert not telemetry.shutdown(0.5)
+    assert caplog.text.count("collector unavailable") == 1
+    with running(Collector()) as collector:
+        done = spool.deliver_leftovers(tmp_path, collector.url)
+        assert indices(collector) == list(range(2000))
+        assert done.sent == len(collector.events()) == health(collector)[names.EMITTED]
+        assert (done.producers, done.remaining, done.lost) == (1, 0, 0)
+    assert list(tmp_path.iterdir()) == []
+    assert spool.deliver_leftovers(tmp_path, "http://127.0.0.1:9") == spool.Delivered()
+    assert spool.deliver_leftovers(tmp_path / "missing", "http://127.0.0.1:9") == spool.Delivered()
+
+
+def test_without_an_endpoint_flush_means_on_disk(tmp_path: Path) -> None:
+    """Spool only: flush says that everything is durable, shutdown that it is not delivered."""
+    start(tmp_path, None)
+    emit(0, 5)
+    assert telemetry.flush(5)
+    assert not telemetry.shutdown(5)
+    with running(Collector()) as collector:
+        spool.deliver_leftovers(tmp_path, collector.url)
+        assert indices(collector) == list(range(5))
+
+
+PRODUCER = """
+import sys, time
+from pathlib import Path
+from rlinsight import telemetry
+telemetry.setup("controller", spool_dir=Path(sys.argv[1]), run_id="run-1", attempt=1, endpoint=sys.argv[2] or None)
+index = 0
+while True:
+    telemetry.event("e", {"index": index})
+    index += 1
+    if index % 100 == 0:
+        print(index, flush=True)
+        time.sleep(0.002)
+"""
+
+
+def producer(spool_dir: Path, endpoint: str = "", code: str = PRODUCER) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", code, str(spool_dir), endpoint], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.parametrize("connected", [False, True])
+def test_kill_9_loses_at_most_the_unsynced_and_counts_it(connected: bool, tmp_path: Path) -> None:
+    """After kill -9, stored plus reported lost equals emitted, what is stored is a gapless prefix, nothing doubles."""
+    with running(Collector()) as collector:
+        process = producer(tmp_path, collector.url if connected else "")
+        assert process.stdout is not None
+        while int(process.stdout.readline()) < 5000:
+            pass
+        assert spool.deliver_leftovers(tmp_path, collector.url) == spool.Delivered()  # alive: left alone
+        process.send_signal(signal.SIGKILL)
+        emitted = max([int(line) for line in process.stdout], default=5000)
+        process.wait()
+        done = spool.deliver_leftovers(tmp_path, collector.url)
+        stored = indices(collector)
+        report = health(collector)
+        assert stored == list(range(len(stored)))
+        assert report[names.DROPPED_CRASH] == done.lost
+        assert report[names.EMITTED] >= emitted
+        assert len(collector.events()) - 1 + done.lost == report[names.EMITTED]  # the report came after the death
+        assert 0 < done.lost < 5000
+        assert list(tmp_path.iterdir()) == []
+        assert counts.of_killed(report[names.PRODUCER]) is None
+
+
+def test_two_deliverers_share_no_folder(tmp_path: Path) -> None:
+    """Deliverers racing over the same leftovers send every batch once."""
+    for first in range(0, 600, 100):
+        start(tmp_path, None)
+        emit(first, first + 100)
+        telemetry.shutdown(1)
+    code = "import sys; from rlinsight import spool; spool.deliver_leftovers(sys.argv[1], sys.argv[2])"
+    with running(Collector()) as collector:
+        racers = [producer(tmp_path, collector.url, code) for _ in range(3)]
+        assert [racer.wait() for racer in racers] == [0, 0, 0]
+        assert indices(collector) == list(range(600))
+        assert collector.duplicates == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def fill(path: Path, count: int = 5) -> Path:
+    """A dead producer's folder with ``count`` batches of two items in one segment; returns the segment."""
+    folder = Segments.create(path, "dead", 1024**2, b"")
+    lost = folder.write([Batch("logs", 2, b"payload %d" % index) for index in range(count)])
+    assert (lost.limit, lost.disk) == (0, 0)
+    folder.close()
+    (segment,) = path.glob("dead/*.seg")
+    return segment
+
+
+def read_all(path: Path) -> tuple[list[bytes], Segments]:
+    folder = Segments.adopt(path / "dead")
+    assert folder is not None
+    payloads = []
+    while (batch := folder.peek(0)) is not None:
+        payloads.append(batch.payload)
+        folder.ack(batch)
+    return payloads, folder
+
+
+@pytest.mark.parametrize("cut", [1, 5, 9, 12, segments.HEADER.size + 8])
+def test_a_torn_last_record_is_left_out_and_counted(cut: int, tmp_path: Path) -> None:
+    """Whatever a kill cuts off the last record, all before it are read."""
+    segment = fill(tmp_path)
+    os.truncate(segment, segment.stat().st_size - cut)
+    payloads, folder = read_all(tmp_path)
+    assert payloads == [b"payload %d" % index for index in range(4)]
+    assert folder.torn_batches == 1
+    assert folder.torn_items == (2 if cut <= 9 else 0)
+    folder.close()
+
+
+def test_a_flipped_bit_costs_one_record(tmp_path: Path) -> None:
+    """A record whose checksum is wrong is left out; those behind it are read."""
+    segment = fill(tmp_path)
+    data = bytearray(segment.read_bytes())
+    data[2 * (segments.HEADER.size + 9) + segments.HEADER.size] ^= 1
+    segment.write_bytes(data)
+    payloads, folder = read_all(tmp_path)
+    assert payloads == [b"payload 0", b"payload 1", b"payload 3", b"payload 4"]
+    assert (folder.torn_batches, folder.torn_items) == (1, 2)
+    folder.close()
+
+
+def test_segments_are_freed_while_the_producer_runs(tmp_path: Path) -> None:
+    """Acknowledged segments leave the disk, so a long run's spool stays small and its cap is never met."""
+    folder = Segments.create(tmp_path, "alive", 1024**2, b"")
+    for _ in range(100):
+        lost = folder.write([Batch("logs", 1, b"x" * 50_000)])
+        assert (lost.limit, lost.disk) == (0, 0)
+        batch = folder.peek(0)
+        assert batch is not None
+        folder.ack(batch)
+        assert sum(path.stat().st_size for path in folder.path.iterdir()) < 300_000
+    folder.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_byte_cap_keeps_the_oldest_and_counts_the_rest(tmp_path: Path) -> None:
+    """At spool_bytes new items are dropped, those on disk stay; once delivered there is room again."""
+    start(tmp_path, None, spool_bytes=1024**2)
+    for index in range(40):
+        telemetry.event("e", {"index": index, "blob": b"x" * 50_000})
+        telemetry.flush(5)
+    recorder = telemetry._recorder
+    assert recorder is not None
+    dropped = recorder.exporter.counts.dropped_limit
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*.seg")) <= 1024**2
+    telemetry.shutdown(1)
+    with running(Collector()) as collector:
+        spool.deliver_leftovers(tmp_path, collector.url)
+        assert indices(collector) == list(range(40 - dropped))
+        assert 15 < dropped < 25
+
+
+def test_requests_stay_below_the_collectors_limit(tmp_path: Path) -> None:
+    """Large items are spread over requests of a few MiB; one that no request could hold is dropped and counted."""
+    with running(Collector()) as collector:
+        start(tmp_path, collector.url)
+        for index in range(20):
+            telemetry.event("e", {"index": index, "blob": b"x" * 1024**2})
+        telemetry.event("e", {"index": 99, "blob": b"x" * 17 * 1024**2})
+        assert not telemetry.shutdown(10)
+        assert max(len(request.body) for request in collector.requests) < 5 * 1024**2
+        assert indices(collector) == list(range(20))
+        assert health(collector)[names.DROPPED_LIMIT] == 1
+
+
+FULL_DISK = """
+import os, resource, sys
+from pathlib import Path
+from rlinsight import telemetry
+telemetry.setup("controller", spool_dir=Path(sys.argv[1]), run_id="run-1", attempt=1, endpoint=None)
+limit = int(sys.argv[2] or 0)
+if limit:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+for index in range(60):
+    telemetry.event("e", {"index": index, "blob": b"x" * 50_000})
+    telemetry.flush(5)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+(Path(sys.argv[1]) / "filler").unlink(missing_ok=True)
+for index in range(60, 63):
+    telemetry.event("e", {"index": index})
+telemetry.flush(5)
+counts = telemetry._recorder.exporter.counts
+print(counts.dropped_disk, counts.written, counts.emitted)
+telemetry.shutdown(1)
+"""
+
+
+def check_full_disk(path: Path, limit: str) -> None:
+    process = producer(path, limit, FULL_DISK)
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 0
+    dropped, written, emitted = map(int, out.split())
+    assert dropped + written == emitted == 63
+    assert dropped > 30
+    with running(Collector()) as collector:
+        spool.deliver_leftovers(path, collector.url)
+        assert len(indices(collector)) == written
+        assert indices(collector)[-3:] == [60, 61, 62]
+        assert health(collector)[names.DROPPED_DISK] == dropped
+
+
+def test_a_write_that_fails_is_counted_and_undone(tmp_path: Path) -> None:
+    """A write cut short by a file-size limit drops its batch only; the record before and those after are intact."""
+    check_full_disk(tmp_path, "120000")
+
+
+def test_a_full_disk_drops_and_recovers(tmp_path: Path) -> None:
+    """With no space left items are dropped and counted; when space returns, recording goes on."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("needs the right to mount a small file system")
+    try:
+        (tmp_path / "filler").write_bytes(b"x" * 700_000)
+        check_full_disk(tmp_path, "")
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_folder_that_cannot_be_locked_is_one_clear_error(tmp_path: Path) -> None:
+    """A spool the user may not write gives a SpoolError that says what to do."""
+    fill(tmp_path)
+    (tmp_path / "dead" / segments.LOCK).unlink()
+    (tmp_path / "dead" / segments.LOCK).mkdir()
+    with pytest.raises(SpoolError, match="copy it to a writable directory"):
+        spool.deliver_leftovers(tmp_path, "http://127.0.0.1:9")
