@@ -1,0 +1,384 @@
+"""OTLP requests to rows: each item becomes its raw row and the domain rows its name or attributes call for.
+
+Pure: rows are a function of one item, its resource and scope, so order and delays do not matter. An item whose
+attribute does not fit its column keeps its raw row, gets no domain row and is counted as rejected; one without a usable
+raw row (no ids, impossible times) is rejected whole. Does not parse payloads (payload.py) nor build Arrow (arrow.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any
+
+from opentelemetry.proto.metrics.v1.metrics_pb2 import AggregationTemporality, Metric
+
+from collectors.projections import PROJECTIONS, PROMOTED, Projection
+from collectors.values import MAX_BIGINT, BadValue, any_value, attributes, coercion, to_json
+from rlinsight import names
+
+Columns = Mapping[str, Mapping[str, str]]  # {table: {column: SQL type}}
+
+
+@dataclass(slots=True)
+class Decoded:
+    """Rows of one request by table, in the tables' column order; of ``items`` received, ``rejected`` are incomplete."""
+
+    items: int = 0
+    rejected: int = 0
+    problem: str | None = None  # about the first rejected item
+    rows: dict[str, list[tuple]] = field(default_factory=dict)
+
+    @property
+    def stored(self) -> int:
+        """Items with a raw row."""
+        return sum(len(rows) for table, rows in self.rows.items() if table in RAW_TABLES)
+
+    def add(self, table: str, row: tuple) -> None:
+        self.rows.setdefault(table, []).append(row)
+
+    def reject(self, problem: str) -> None:
+        self.rejected += 1
+        self.problem = self.problem or problem
+
+
+RAW_TABLES = frozenset({"otel_spans", "otel_logs", "otel_metrics"})
+_TEMPORALITY: dict[int, str] = {
+    AggregationTemporality.AGGREGATION_TEMPORALITY_DELTA: "delta",
+    AggregationTemporality.AGGREGATION_TEMPORALITY_CUMULATIVE: "cumulative",
+}
+
+
+class Decoder:
+    """Decodes requests for a store with these ``columns``. Immutable after construction; threads may share it."""
+
+    def __init__(self, columns: Columns) -> None:
+        self._raw_row = {table: itemgetter(*columns[table]) for table in RAW_TABLES}
+        promoted_types = columns["otel_spans"]
+        self._promoted = [(name, key, coercion(promoted_types[name])) for name, key in PROMOTED.items()]
+        self._by_name: dict[tuple[str, str], _Table] = {}
+        self._by_attribute: list[_Table] = []
+        for projection in PROJECTIONS:
+            table = _Table(projection, columns[projection.table])
+            if projection.name:
+                self._by_name[projection.kind, projection.name] = table
+            else:
+                self._by_attribute.append(table)
+
+    def traces(self, request: Any, batch_id: str, ingest_ns: int) -> Decoded:
+        """Rows of an ExportTraceServiceRequest."""
+        out = Decoded()
+        for resource_spans in request.resource_spans:
+            resource, base = self._resource(resource_spans, batch_id, ingest_ns)
+            for scope_spans in resource_spans.scope_spans:
+                base = {**base, **_scope(scope_spans, resource_spans)}
+                for span in scope_spans.spans:
+                    out.items += 1
+                    self._span(span, resource, base, out)
+        return out
+
+    def logs(self, request: Any, batch_id: str, ingest_ns: int) -> Decoded:
+        """Rows of an ExportLogsServiceRequest."""
+        out = Decoded()
+        for resource_logs in request.resource_logs:
+            resource, base = self._resource(resource_logs, batch_id, ingest_ns)
+            for scope_logs in resource_logs.scope_logs:
+                base = {**base, **_scope(scope_logs, resource_logs)}
+                for record in scope_logs.log_records:
+                    out.items += 1
+                    self._log(record, resource, base, out)
+        return out
+
+    def metrics(self, request: Any, batch_id: str, ingest_ns: int) -> Decoded:
+        """Rows of an ExportMetricsServiceRequest, one per data point."""
+        out = Decoded()
+        for resource_metrics in request.resource_metrics:
+            resource, base = self._resource(resource_metrics, batch_id, ingest_ns)
+            for scope_metrics in resource_metrics.scope_metrics:
+                base = {**base, **_scope(scope_metrics, resource_metrics)}
+                for metric in scope_metrics.metrics:
+                    self._metric(metric, resource, base, out)
+        return out
+
+    def _resource(self, resource_items: Any, batch_id: str, ingest_ns: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        resource = attributes(resource_items.resource.attributes)
+        facts = {
+            "service_name": _text_or_none(resource.get(names.SERVICE_NAME)),
+            "service_instance_id": _text_or_none(resource.get(names.SERVICE_INSTANCE_ID)),
+            "resource_attributes": to_json(resource),
+            "batch_id": batch_id,
+            "ingest_ns": ingest_ns,
+        }
+        return resource, facts
+
+    def _promote(self, attrs: dict[str, Any], resource: dict[str, Any], facts: dict[str, Any]) -> str | None:
+        """Set the promoted facts; returns what is wrong with the first that does not fit, which is NULL then."""
+        problem = None
+        for name, key, coerce in self._promoted:
+            value = attrs.get(key)
+            if value is None:
+                value = resource.get(key)
+            if value is not None:
+                try:
+                    value = coerce(value)
+                except BadValue as error:
+                    problem = problem or f"{key}: {error}"
+                    value = None
+            facts[name] = value
+        if facts["attempt"] is None and facts["run_id"] is not None:
+            facts["attempt"] = 1  # a sender that knows no resumes is in its first attempt
+        return problem
+
+    def _span(self, span: Any, resource: dict[str, Any], base: dict[str, Any], out: Decoded) -> None:
+        start_ns, end_ns = span.start_time_unix_nano, span.end_time_unix_nano
+        if (
+            len(span.trace_id) != 16
+            or len(span.span_id) != 8
+            or not 0 < start_ns <= MAX_BIGINT
+            or not 0 < end_ns <= MAX_BIGINT
+        ):
+            out.reject(f"span {span.name!r}: needs a 16-byte trace id, an 8-byte span id, a start and an end time")
+            return
+        attrs = attributes(span.attributes)
+        facts = dict(base)
+        problem = self._promote(attrs, resource, facts)
+        status, events, links = span.status, span.events, span.links
+        facts["trace_id"] = span.trace_id.hex()
+        facts["span_id"] = span.span_id.hex()
+        facts["parent_span_id"] = span.parent_span_id.hex() or None
+        facts["trace_state"] = span.trace_state or None
+        facts["flags"] = span.flags
+        facts["name"] = span.name
+        facts["kind"] = _tiny(span.kind)
+        facts["start_ns"] = start_ns
+        facts["end_ns"] = end_ns
+        facts["status_code"] = _tiny(status.code)
+        facts["status_message"] = status.message or None
+        facts["span_attributes"] = to_json(attrs)
+        facts["events"] = to_json([_span_event(event) for event in events]) if events else None
+        facts["links"] = to_json([_link(link) for link in links]) if links else None
+        facts["dropped_attributes_count"] = span.dropped_attributes_count
+        facts["dropped_events_count"] = span.dropped_events_count
+        facts["dropped_links_count"] = span.dropped_links_count
+        out.add("otel_spans", self._raw_row["otel_spans"](facts))
+        tables = [table for table in self._by_attribute if table.attribute in attrs]
+        named = self._by_name.get(("span", span.name.partition(" ")[0]))
+        if named is not None:
+            tables.append(named)
+        _project(tables, facts, attrs, resource, problem, span.name, out)
+
+    def _log(self, record: Any, resource: dict[str, Any], base: dict[str, Any], out: Decoded) -> None:
+        attrs = attributes(record.attributes)
+        facts = dict(base)
+        problem = self._promote(attrs, resource, facts)
+        event_name = record.event_name or _text_or_none(attrs.get("event.name"))
+        if len(record.trace_id) not in (0, 16) or len(record.span_id) not in (0, 8):
+            problem = problem or "a trace id has 16 bytes and a span id 8"
+        table = self._by_name.get(("event", event_name)) if event_name else None
+        shown = attrs
+        if table is not None and table.bulky:
+            shown = {key: _outline(value) if key in table.bulky else value for key, value in attrs.items()}
+        body = any_value(record.body)
+        facts["time_ns"] = _time(record.time_unix_nano)
+        facts["observed_ns"] = _time(record.observed_time_unix_nano)
+        facts["trace_id"] = record.trace_id.hex() or None
+        facts["span_id"] = record.span_id.hex() or None
+        facts["flags"] = record.flags
+        facts["severity_number"] = _tiny(record.severity_number) or None
+        facts["severity_text"] = record.severity_text or None
+        facts["event_name"] = event_name
+        facts["body"] = body if body is None or isinstance(body, str) else to_json(body)
+        facts["log_attributes"] = to_json(shown)
+        facts["dropped_attributes_count"] = record.dropped_attributes_count
+        out.add("otel_logs", self._raw_row["otel_logs"](facts))
+        if facts["time_ns"] is None:
+            facts["time_ns"] = facts["observed_ns"]
+        _project([table] if table else [], facts, attrs, resource, problem, event_name or "log record", out)
+
+    def _metric(self, metric: Metric, resource: dict[str, Any], base: dict[str, Any], out: Decoded) -> None:
+        kind = metric.WhichOneof("data")
+        if kind is None:
+            return
+        data = getattr(metric, kind)
+        stream = {
+            "name": metric.name,
+            "unit": metric.unit or None,
+            "kind": kind,
+            "temporality": _TEMPORALITY.get(int(getattr(data, "aggregation_temporality", 0))),
+            "is_monotonic": data.is_monotonic if kind == "sum" else None,
+        }
+        for point in data.data_points:
+            out.items += 1
+            attrs = attributes(point.attributes)
+            facts = {**base, **stream}
+            problem = self._promote(attrs, resource, facts)
+            facts.update(_POINT[kind](point))
+            facts["time_ns"], facts["start_ns"] = _time(point.time_unix_nano), _time(point.start_time_unix_nano)
+            facts["attributes"], facts["flags"] = to_json(attrs), point.flags
+            exemplars = getattr(point, "exemplars", ())
+            facts["exemplars"] = to_json([_exemplar(exemplar) for exemplar in exemplars]) if exemplars else None
+            out.add("otel_metrics", self._raw_row["otel_metrics"](facts))
+            if problem:
+                out.reject(f"metric {metric.name!r}: {problem}")
+
+
+class _Table:
+    """A projection compiled for one table: how each column is found, in the table's order."""
+
+    def __init__(self, projection: Projection, types: Mapping[str, str]) -> None:
+        unknown = set(projection.columns) - set(types)
+        if unknown:
+            raise ValueError(f"projection of {projection.table} fills columns that do not exist: {sorted(unknown)}")
+        self.name = projection.table
+        self.attribute = projection.has
+        self.bulky = frozenset(key for column, key in projection.columns.items() if types[column].endswith("[]"))
+        self._columns: list[tuple[str, str, Callable[[Any], Any] | None]] = [
+            (column, projection.columns.get(column, ""), coercion(sql_type) if column in projection.columns else None)
+            for column, sql_type in types.items()
+        ]
+        # Lists of one row describe the same tokens, but for those of the prompt.
+        self._aligned = [
+            (index, 1 if sql_type == "VARCHAR[]" else ELEMENT_BYTES[sql_type])
+            for index, (column, sql_type) in enumerate(types.items())
+            if sql_type.endswith("[]") and column != "prompt_token_ids"
+        ]
+
+    def row(self, facts: dict[str, Any], attrs: dict[str, Any], resource: dict[str, Any]) -> tuple:
+        """The table's row for one item. Raises BadValue naming the attribute that does not fit."""
+        values = []
+        for column, key, coerce in self._columns:
+            if coerce is None:
+                values.append(facts[column])
+                continue
+            value = attrs.get(key)
+            if value is None:
+                value = resource.get(key)
+            if value is not None:
+                try:
+                    value = coerce(value)
+                except BadValue as error:
+                    raise BadValue(f"{key}: {error}") from None
+            values.append(value)
+        lengths = {len(values[index]) // size for index, size in self._aligned if values[index] is not None}
+        if len(lengths) > 1:
+            raise BadValue(f"token arrays of different lengths: {', '.join(map(str, sorted(lengths)))}")
+        return tuple(values)
+
+
+ELEMENT_BYTES = {"INTEGER[]": 4, "FLOAT[]": 4, "BOOLEAN[]": 1}
+
+
+def _project(
+    tables: Iterable[_Table],
+    facts: dict[str, Any],
+    attrs: dict[str, Any],
+    resource: dict[str, Any],
+    problem: str | None,
+    what: str,
+    out: Decoded,
+) -> None:
+    """Add the item's domain rows: all of them or, when a value does not fit, none. Items of no run stay raw."""
+    rows = []
+    try:
+        if problem:
+            raise BadValue(problem)
+        if facts["run_id"] is not None:
+            rows = [(table.name, table.row(facts, attrs, resource)) for table in tables]
+    except BadValue as error:
+        out.reject(f"{what}: {error}")
+        return
+    for table, row in rows:
+        out.add(table, row)
+
+
+def _scope(scope_items: Any, resource_items: Any) -> dict[str, Any]:
+    return {
+        "scope_name": scope_items.scope.name or None,
+        "scope_version": scope_items.scope.version or None,
+        "schema_url": scope_items.schema_url or resource_items.schema_url or None,
+    }
+
+
+def _span_event(event: Any) -> dict[str, Any]:
+    return {"name": event.name, "time_ns": event.time_unix_nano, "attributes": attributes(event.attributes)}
+
+
+def _link(link: Any) -> dict[str, Any]:
+    return {"trace_id": link.trace_id.hex(), "span_id": link.span_id.hex(), "attributes": attributes(link.attributes)}
+
+
+def _exemplar(exemplar: Any) -> dict[str, Any]:
+    which = exemplar.WhichOneof("value")
+    return {
+        "time_ns": exemplar.time_unix_nano,
+        "value": getattr(exemplar, which) if which else None,
+        "trace_id": exemplar.trace_id.hex(),
+        "span_id": exemplar.span_id.hex(),
+        "attributes": attributes(exemplar.filtered_attributes),
+    }
+
+
+_NO_POINT = dict.fromkeys(("value", "count", "sum", "min", "max", "bounds", "bucket_counts", "detail"))
+
+
+def _number_point(point: Any) -> dict[str, Any]:
+    which = point.WhichOneof("value")
+    return {**_NO_POINT, "value": float(getattr(point, which)) if which else None}
+
+
+def _histogram_point(point: Any) -> dict[str, Any]:
+    facts = {
+        **_NO_POINT,
+        "count": point.count,
+        "bounds": list(point.explicit_bounds),
+        "bucket_counts": list(point.bucket_counts),
+    }
+    return facts | _optional(point, "sum", "min", "max")
+
+
+def _exponential_point(point: Any) -> dict[str, Any]:
+    detail = {
+        "scale": point.scale,
+        "zero_count": point.zero_count,
+        "positive": {"offset": point.positive.offset, "bucket_counts": list(point.positive.bucket_counts)},
+        "negative": {"offset": point.negative.offset, "bucket_counts": list(point.negative.bucket_counts)},
+    }
+    return {**_NO_POINT, "count": point.count, "detail": to_json(detail)} | _optional(point, "sum", "min", "max")
+
+
+def _summary_point(point: Any) -> dict[str, Any]:
+    quantiles = [{"quantile": item.quantile, "value": item.value} for item in point.quantile_values]
+    return {**_NO_POINT, "count": point.count, "sum": point.sum, "detail": to_json({"quantiles": quantiles})}
+
+
+def _optional(point: Any, *fields: str) -> dict[str, Any]:
+    return {name: getattr(point, name) if point.HasField(name) else None for name in fields}
+
+
+_POINT: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "gauge": _number_point,
+    "sum": _number_point,
+    "histogram": _histogram_point,
+    "exponential_histogram": _exponential_point,
+    "summary": _summary_point,
+}
+
+
+def _outline(value: Any) -> Any:
+    """What the raw row keeps of an array whose content stands in a list column."""
+    return {"items": len(value)} if isinstance(value, list) else value
+
+
+def _time(ns: int) -> int | None:
+    """Unix nanoseconds; 0 is OTLP's unset, and what does not fit BIGINT is no time either."""
+    return ns if 0 < ns <= MAX_BIGINT else None
+
+
+def _tiny(value: int) -> int | None:
+    """An enum number; NULL for one no OTLP version can mean (TINYINT holds them all)."""
+    return value if 0 <= value < 128 else None
+
+
+def _text_or_none(value: Any) -> str | None:
+    return value if isinstance(value, str) and value else None

@@ -1,0 +1,213 @@
+"""Which table a span or event becomes a row of, and which attribute fills which column.
+
+Owns the mapping as data; decode.py applies it. A column that is not named here is filled by the item's fact of the same
+name (run_id, step, start_ns, trace_id, ...). Attributes are looked up on the item first, then on its resource.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+from rlinsight import names
+
+# Attributes that are facts of every span and event under a column name of their own.
+PROMOTED: Mapping[str, str] = {
+    "run_id": names.RUN_ID,
+    "attempt": names.ATTEMPT,
+    "rank": names.RANK,
+    "step": names.STEP_INDEX,
+    "lane": names.LANE,
+    "phase": names.PHASE,
+    "bucket": names.BUCKET,
+    "group_id": names.GROUP_ID,
+    "rollout_id": names.ROLLOUT_ID,
+    "turn_index": names.TURN_INDEX,
+    "request_id": names.REQUEST_ID,
+    "policy_version": names.POLICY_VERSION,
+}
+
+
+class Projection(NamedTuple):
+    """Items whose name (up to its first space) is ``name``, or that carry attribute ``has``, become rows of ``table``."""
+
+    table: str
+    kind: Literal["span", "event"]
+    columns: Mapping[str, str]
+    name: str | None = None
+    has: str | None = None
+
+
+PROJECTIONS: tuple[Projection, ...] = (
+    Projection(
+        "steps",
+        "span",
+        {
+            "policy_version_in": names.POLICY_VERSION_IN,
+            "policy_version_out": names.POLICY_VERSION_OUT,
+            "num_prompts": names.NUM_PROMPTS,
+            "num_rollouts": names.BATCH_SIZE,
+            "num_tokens": names.NUM_TOKENS,
+        },
+        name=names.STEP,
+    ),
+    Projection("phases", "span", {"skipped": names.SKIPPED}, has=names.PHASE),
+    Projection(
+        "rollout_samples",
+        "span",
+        {
+            "prompt_id": names.PROMPT_ID,
+            "sample_index": names.SAMPLE_INDEX,
+            "policy_version_min": names.POLICY_VERSION_MIN,
+            "policy_version_max": names.POLICY_VERSION_MAX,
+            "status": names.STATUS,
+            "finish_reason": names.FINISH_REASONS,
+            "prompt_tokens": names.INPUT_TOKENS,
+            "response_tokens": names.OUTPUT_TOKENS,
+        },
+        name=names.ROLLOUT,
+    ),
+    Projection(
+        "turns",
+        "span",
+        {
+            "engine": names.ENGINE,
+            "replica": names.REPLICA,
+            "prompt_tokens": names.INPUT_TOKENS,
+            "cached_tokens": names.CACHED_TOKENS,
+            "output_tokens": names.OUTPUT_TOKENS,
+            "finish_reason": names.FINISH_REASONS,
+        },
+        name=names.TURN,
+    ),
+    Projection(
+        "weight_syncs",
+        "span",
+        {
+            "engine": names.ENGINE,
+            "replica": names.REPLICA,
+            "bytes": names.BYTES,
+            "refreshed_bytes": names.REFRESHED_BYTES,
+        },
+        name=names.WEIGHT_SYNC,
+    ),
+    Projection(
+        "run_starts",
+        "event",
+        {
+            "name": names.RUN_NAME,
+            "project": names.PROJECT,
+            "algorithm": names.ALGORITHM,
+            "model": names.MODEL,
+            "config": names.CONFIG,
+            "config_hash": names.CONFIG_HASH,
+            "code_version": names.CODE_VERSION,
+            "host": names.HOST,
+            "total_steps": names.TOTAL_STEPS,
+            "resumed_from_step": names.RESUMED_FROM_STEP,
+        },
+        name=names.RUN_START,
+    ),
+    Projection(
+        "run_ends",
+        "event",
+        {"status": names.STATUS, "exit_code": names.EXIT_CODE, "reason": names.REASON},
+        name=names.RUN_END,
+    ),
+    Projection(
+        "span_starts",
+        "event",
+        {"name": names.START_NAME, "start_ns": names.START_NS, "parent_span_id": names.START_PARENT},
+        name=names.SPAN_START,
+    ),
+    Projection(
+        "group_prompts",
+        "event",
+        {
+            "prompt_id": names.PROMPT_ID,
+            "data_source": names.DATA_SOURCE,
+            "group_size": names.GROUP_SIZE,
+            "prompt_text": names.PROMPT_TEXT,
+            "answer": names.ANSWER,
+        },
+        name=names.GROUP,
+    ),
+    Projection(
+        "token_runs",
+        "event",
+        {
+            "prompt_text": names.PROMPT_TEXT,
+            "response_text": names.RESPONSE_TEXT,
+            "prompt_token_ids": names.PROMPT_TOKEN_IDS,
+            "token_ids": names.TOKEN_IDS,
+            "token_pieces": names.TOKEN_PIECES,
+            "rollout_log_probs": names.ROLLOUT_LOG_PROBS,
+        },
+        name=names.TURN_CONTENT,
+    ),
+    Projection(
+        "rewards",
+        "event",
+        {
+            "component": names.COMPONENT,
+            "weight": names.COMPONENT_WEIGHT,
+            "value": names.COMPONENT_VALUE,
+            "label": names.COMPONENT_LABEL,
+            "explanation": names.COMPONENT_EXPLANATION,
+            "latency_s": names.COMPONENT_LATENCY,
+        },
+        name=names.REWARD_COMPONENT,
+    ),
+    Projection(
+        "rollout_scores",
+        "event",
+        {"reward": names.REWARD_VALUE, "status": names.STATUS, "reason": names.REASON},
+        name=names.ROLLOUT_SCORED,
+    ),
+    Projection(
+        "rollout_training",
+        "event",
+        {
+            "advantage": names.ADVANTAGE,
+            "loss_mask": names.LOSS_MASK,
+            "old_log_probs": names.OLD_LOG_PROBS_ARRAY,
+            "log_probs": names.LOG_PROBS_ARRAY,
+            "ref_log_probs": names.REF_LOG_PROBS_ARRAY,
+            "entropy": names.ENTROPY_ARRAY,
+            "advantages": names.ADVANTAGES_ARRAY,
+            "clipped": names.CLIPPED_ARRAY,
+        },
+        name=names.ROLLOUT_TRAINED,
+    ),
+    Projection(
+        "step_metrics",
+        "event",
+        {
+            "name": names.METRIC_NAME,
+            "value": names.METRIC_VALUE,
+            "agg": names.METRIC_AGG,
+            "unit": names.METRIC_UNIT,
+            "weight": names.METRIC_WEIGHT,
+        },
+        name=names.STEP_METRIC,
+    ),
+    Projection(
+        "producer_health",
+        "event",
+        {
+            "producer": names.PRODUCER,
+            "emitted": names.EMITTED,
+            "sent": names.SENT,
+            "dropped_queue": names.DROPPED_QUEUE,
+            "dropped_limit": names.DROPPED_LIMIT,
+            "dropped_disk": names.DROPPED_DISK,
+            "dropped_crash": names.DROPPED_CRASH,
+            "dropped_fault": names.DROPPED_FAULT,
+            "rejected": names.REJECTED,
+            "retried": names.RETRIED,
+            "queue_length": names.QUEUE_LENGTH,
+            "overhead_ns": names.OVERHEAD_NS,
+        },
+        name=names.PRODUCER_HEALTH,
+    ),
+)

@@ -1,0 +1,94 @@
+"""The store's schema: SQL files in manifest order, its version, and the checks before any of it runs.
+
+Owns what a store must look like. Does not open databases: functions take a DuckDB connection, so importing this loads
+no duckdb.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rlinsight import __version__
+from rlinsight.errors import StoreError
+
+VERSION = 1
+ROOT = Path(__file__).parent
+
+
+class SqlFile(NamedTuple):
+    """One object of the schema: ``kind`` tables, macros or views; ``comment`` is the text above its statement."""
+
+    kind: str
+    name: str
+    comment: str
+    sql: str
+
+
+def files(root: Path = ROOT) -> list[SqlFile]:
+    """The SQL files in manifest order. Raises StoreError when the manifest and the folder differ."""
+    lines = (root / "manifest.txt").read_text(encoding="utf-8").splitlines()
+    listed = [line for line in lines if line and not line.startswith("#")]
+    found = {path.relative_to(root).as_posix() for path in root.rglob("*.sql")}
+    for problem, paths in (("missing from the folder", set(listed) - found), ("not listed in it", found - set(listed))):
+        if paths:
+            raise StoreError(
+                f"schema manifest {root / 'manifest.txt'}: {', '.join(sorted(paths))} {problem}; add or remove"
+            )
+    return [_read(root, path) for path in listed]
+
+
+def _read(root: Path, path: str) -> SqlFile:
+    sql = (root / path).read_text(encoding="utf-8")
+    comment = " ".join(line[2:].strip() for line in re.match(r"(--[^\n]*\n)*", sql)[0].splitlines())  # type: ignore[index]
+    return SqlFile(path.partition("/")[0], Path(path).stem, comment, sql)
+
+
+def stored_version(con: Any, store: Path) -> int | None:
+    """Schema version of an open database; None when it is empty.
+
+    Raises StoreError for a database of something else, and for one written by a newer rlinsight.
+    """
+    relations = {row[0] for row in con.execute("SELECT table_name FROM duckdb_tables() WHERE NOT internal").fetchall()}
+    if not relations:
+        return None
+    if "schema_meta" not in relations:
+        raise StoreError(
+            f"{store} holds tables of something else ({', '.join(sorted(relations)[:3])}); choose another --store"
+        )
+    version = con.execute("SELECT max(version) FROM schema_meta").fetchone()[0]
+    if version is None or version > VERSION:
+        raise StoreError(
+            f"{store} was written by schema version {version}, this rlinsight knows {VERSION}; upgrade rlinsight"
+        )
+    return version
+
+
+def apply(con: Any, store: Path) -> None:
+    """Bring an open, writable database to this version, all or nothing. Raises StoreError before any change."""
+    is_new = stored_version(con, store) is None
+    con.execute("BEGIN")
+    for file in files():
+        if file.kind == "tables" and not is_new:
+            continue
+        con.execute(file.sql)
+        if file.kind != "macros":
+            target = "TABLE" if file.kind == "tables" else "VIEW"
+            con.execute(f"COMMENT ON {target} {file.name} IS '{file.comment.replace(chr(39), chr(39) * 2)}'")
+    if is_new:
+        con.execute("INSERT INTO schema_meta VALUES (?, ?, ?)", [VERSION, __version__, time.time_ns()])
+    con.execute("COMMIT")
+
+
+def columns(con: Any) -> dict[str, dict[str, str]]:
+    """Type of every column of every table, in table order: ``{table: {column: SQL type}}``."""
+    rows = con.execute(
+        "SELECT table_name, column_name, data_type FROM duckdb_columns() WHERE NOT internal "
+        "AND table_name IN (SELECT table_name FROM duckdb_tables()) ORDER BY table_name, column_index"
+    ).fetchall()
+    tables: dict[str, dict[str, str]] = {}
+    for table, column, sql_type in rows:
+        tables.setdefault(table, {})[column] = sql_type
+    return tables

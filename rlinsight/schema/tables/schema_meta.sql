@@ -1,0 +1,2 @@
+-- Which schema version this file has. One row; written with the tables and checked before anything else is read.
+CREATE TABLE schema_meta (version INTEGER NOT NULL, rlinsight_version VARCHAR NOT NULL, created_ns BIGINT NOT NULL);
