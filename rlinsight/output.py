@@ -84,12 +84,13 @@ def _write_text(table: pa.Table, form: Format, stream: TextIO) -> None:
 
 def show(table: pa.Table, console: Console) -> None:
     """Print a table; where it is wider than the terminal, one block per row instead of cut columns."""
+    from rich.cells import cell_len
     from rich.markup import escape
 
     shown = table.slice(0, MAX_TABLE_ROWS)
     rows = [[_cell(value) for value in row] for row in _rows(shown)]
-    widths = [max([len(name), *(len(row[i]) for row in rows)]) for i, name in enumerate(table.column_names)]
-    if sum(widths) + 2 * len(widths) <= console.width or not rows:
+    widths = [max(cell_len(text) for text in column) for column in zip(table.column_names, *rows, strict=True)]
+    if sum(widths) + 3 * len(widths) <= console.width or not rows:
         _show_grid(table, rows, console)
     else:
         _show_records(table.column_names, rows, console)
