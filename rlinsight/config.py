@@ -62,7 +62,7 @@ class DataSection(Section):
     prompt_column: str = Field("prompt", description="column with text, or a list of {role, content} messages")
     answer_column: str = Field("answer", description="column with the ground truth passed to the reward")
     system_prompt: str | None = Field(
-        None, description="system message put before text prompts; the model's own when unset"
+        None, description="system message of prompts that have none; the chat template's own when unset"
     )
     prompt_suffix: str = Field("", description="text added to the end of the last user message")
     max_prompt_tokens: int = Field(1024, ge=1, description="longest prompt after the chat template")
@@ -70,11 +70,14 @@ class DataSection(Section):
     shuffle: bool = Field(True, description="new order each epoch, from the run's seed")
 
     @model_validator(mode="after")
-    def _task_args_need_a_task(self) -> DataSection:
+    def _no_idle_options(self) -> DataSection:
         if self.task_args and not self.train.startswith("reasoning_gym:"):
             raise ValueError(
                 f"task_args only apply to reasoning_gym:<task>, and train is {self.train!r}; remove task_args"
             )
+        named = self.model_fields_set & {"prompt_column", "answer_column"}
+        if named and self.train.startswith("reasoning_gym:"):
+            raise ValueError(f"{min(named)} has no effect with {self.train}: items are generated; remove it")
         return self
 
 
