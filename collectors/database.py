@@ -5,8 +5,10 @@ Owns the write connection and its settings. Does not decide what is written (wri
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
+import socket
 import time
 from pathlib import Path
 
@@ -15,9 +17,13 @@ import psutil
 
 from rlinsight import schema
 from rlinsight.errors import CollectorError, StoreError
+from rlinsight.store import check, explain
 
-LOCK_WAIT_S = 5.0  # readers hold a file at rest only while their query runs
+LOCK_WAIT_S = (
+    15.0  # readers hold a file while their query runs, a leaving collector until it has drained and checkpointed
+)
 MEMORY_SHARE = 0.25  # of the machine; training has the first claim on it
+_CONFIG = {"autoinstall_known_extensions": "false", "autoload_known_extensions": "false"}  # nothing is downloaded
 MAX_TEMP_BYTES = 10 * 1024**3
 
 
@@ -33,12 +39,80 @@ class Database:
             memory = max(512 * 1024**2, int(psutil.virtual_memory().total * MEMORY_SHARE))
             self.con.execute(f"SET memory_limit = '{memory}B'")
             self.con.execute(f"SET max_temp_directory_size = '{MAX_TEMP_BYTES}B'")
+            self._close_to_outside()
         except BaseException:
             self.con.close()
             raise
+        self._quack: str | None = None
+
+    def __enter__(self) -> Database:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def close(self) -> None:
+        """Stop serving SQL and close the file."""
+        if self._quack:
+            self.con.execute(f"CALL quack_stop('{self._quack}')")
         self.con.close()
+
+    def serve_sql(self, port: int, token: str) -> str:
+        """Serve read-only SQL to DuckDB clients on loopback (port 0 picks a free one); returns the quack URI.
+
+        Raises CollectorError when the port is taken.
+        """
+        uri = f"quack:127.0.0.1:{port or _free_port()}"
+        try:
+            self.con.execute(f"CALL quack_serve('{uri}', token = '{token}')")
+        except duckdb.Error as error:
+            reason = str(error).splitlines()[0]
+            raise CollectorError(f"live SQL at {uri} cannot start ({reason}); choose another --sql-port") from None
+        self._quack = uri
+        return uri
+
+    def _close_to_outside(self) -> None:
+        """Load what serving needs, then let no statement reach files, the network or settings."""
+        for name in ("httpfs", "quack"):  # quack's client part needs httpfs
+            self.con.execute(f"LOAD '{_extension(name)}'")
+        self.con.create_function(
+            "rlinsight_authorize",
+            _authorize,
+            ["VARCHAR", "VARCHAR"],  # type: ignore[arg-type]
+            "BOOLEAN",  # type: ignore[arg-type]
+            side_effects=True,
+        )
+        self.con.execute("SET GLOBAL quack_authorization_function = 'rlinsight_authorize'")
+        self.con.execute("SET enable_external_access = false")
+        self.con.execute("SET lock_configuration = true")
+
+
+def _authorize(session: str, sql: str) -> bool:
+    """Quack asks this before every statement. BEGIN and COMMIT are of no harm and DuckDB's ATTACH sends them."""
+    try:
+        statements = duckdb.extract_statements(sql)
+        if len(statements) == 1 and statements[0].type == duckdb.StatementType.TRANSACTION:
+            return True
+        check(sql)
+    except (StoreError, duckdb.Error):
+        return False
+    return True
+
+
+def _extension(name: str) -> Path:
+    """The signed extension file inside its Python package: no download, the same on every machine."""
+    spec = importlib.util.find_spec(f"duckdb_extension_{name}")
+    if spec is None or spec.origin is None:
+        raise CollectorError(f"package duckdb-extension-{name} is missing; install it in version {duckdb.__version__}")
+    path = Path(spec.origin).parent / "extensions" / f"v{duckdb.__version__}" / f"{name}.duckdb_extension"
+    if not path.is_file():
+        raise CollectorError(f"{path} is missing; install duckdb-extension-{name}=={duckdb.__version__}")
+    return path
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return sock.getsockname()[1]
 
 
 def _open(store: Path) -> duckdb.DuckDBPyConnection:
@@ -66,15 +140,3 @@ def _open(store: Path) -> duckdb.DuckDBPyConnection:
                 who = f"process {holder[1]}" if holder and int(holder[1]) != os.getpid() else "another process"
                 raise CollectorError(f"{store} is in use by {who}; stop it or choose another --store") from None
             time.sleep(0.1)
-
-
-def explain(store: Path, error: duckdb.Error) -> StoreError:
-    """Why a database file could not be opened, for the user."""
-    message = str(error).splitlines()[0]
-    if not os.access(store if store.exists() else store.parent, os.W_OK):
-        return StoreError(f"{store} cannot be written; change its permissions or choose another --store")
-    if "not a valid DuckDB database" in message or "Corrupt" in message or "checksum" in message:
-        return StoreError(
-            f"{store} is no DuckDB file or is damaged; nothing was changed. Move it away or choose another --store"
-        )
-    return StoreError(f"{store} cannot be opened: {message}")

@@ -29,7 +29,7 @@ PROMOTED: Mapping[str, str] = {
 
 
 class Projection(NamedTuple):
-    """Items whose name (up to its first space) is ``name``, or that carry attribute ``has``, become rows of ``table``."""
+    """Items whose name (up to its first space) is ``name``, or that carry ``has``, become rows of ``table``."""
 
     table: str
     kind: Literal["span", "event"]

@@ -1,0 +1,36 @@
+"""``python -m collectors --store PATH``: run a collector in this process."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+from rlinsight.errors import RlinsightError
+
+
+def main() -> int:
+    """Returns the exit code: 0 after an orderly end, 1 with one line on stderr when it cannot run."""
+    parser = argparse.ArgumentParser(prog="python -m collectors", description="Receive OTLP into a DuckDB store.")
+    parser.add_argument("--store", type=Path, required=True, help="DuckDB file; created when missing")
+    parser.add_argument(
+        "--owner-pid", type=int, action="append", default=[], help="leave when these processes are gone; repeatable"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to bind; others than loopback need the token")
+    for name in ("http", "grpc", "sql"):
+        parser.add_argument(f"--{name}-port", type=int, default=0, help="0 picks a free one")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="collector: %(message)s")
+    try:
+        from collectors import process
+
+        process.run(args.store, args.owner_pid, args.host, args.http_port, args.grpc_port, args.sql_port)
+    except RlinsightError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""From a request's bytes to a stored batch: identity, parsing, decoding, queueing. Shared by HTTP and gRPC.
+
+Owns who a batch is from and what the sender is told. Does not know either transport.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from google.protobuf.message import Message
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceResponse
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceResponse
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
+
+from collectors.decode import Decoded, Decoder
+from collectors.payload import PayloadError, Signal, parse
+from collectors.writer import Batch, Overloaded, Writer
+
+PRODUCER_HEADER = "x-rlinsight-producer"
+SEQ_HEADER = "x-rlinsight-seq"
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A decoded batch in the queue. Answer the sender once ``done`` has resolved: only then is it stored."""
+
+    signal: Signal
+    decoded: Decoded
+    done: Future[bool]
+
+    def response(self) -> Message:
+        """The OTLP response, with partial_success when items were rejected."""
+        if self.signal == "traces":
+            response = ExportTraceServiceResponse()
+            if self.decoded.rejected:
+                response.partial_success.rejected_spans = self.decoded.rejected
+                response.partial_success.error_message = self.decoded.problem or ""
+        elif self.signal == "logs":
+            response = ExportLogsServiceResponse()
+            if self.decoded.rejected:
+                response.partial_success.rejected_log_records = self.decoded.rejected
+                response.partial_success.error_message = self.decoded.problem or ""
+        else:
+            response = ExportMetricsServiceResponse()
+            if self.decoded.rejected:
+                response.partial_success.rejected_data_points = self.decoded.rejected
+                response.partial_success.error_message = self.decoded.problem or ""
+        return response
+
+
+class Intake:
+    """Takes request bodies from any thread. ``last_ns`` is when the latest came in (time.monotonic_ns), 0 before."""
+
+    def __init__(self, decoder: Decoder, writer: Writer) -> None:
+        self._decoder = decoder
+        self._writer = writer
+        self.last_ns = 0
+
+    def check_room(self) -> None:
+        """Raises Overloaded when a batch would not be accepted, before its body is read and decoded."""
+        if not self._writer.has_room():
+            raise Overloaded(f"{self._writer.queued_batches} batches are waiting for the store")
+
+    def take(self, signal: Signal, body: bytes, content_type: str, producer: str | None, seq: str | None) -> Accepted:
+        """Decode a body and queue it. Raises PayloadError or Overloaded."""
+        self.last_ns = time.monotonic_ns()
+        received_ns = time.time_ns()
+        number = _number(producer, seq)
+        request = parse(signal, body, content_type)
+        if producer is not None and number is not None:
+            batch_id = f"{producer}/{signal}/{number}"
+        else:
+            producer = None
+            batch_id = f"{signal}/sha256:{hashlib.sha256(body).hexdigest()}"
+        decode = {"traces": self._decoder.traces, "logs": self._decoder.logs, "metrics": self._decoder.metrics}[signal]
+        decoded = decode(request, batch_id, received_ns)
+        batch = Batch(batch_id, producer, number, signal, len(body), received_ns, decoded)
+        return Accepted(signal, decoded, self._writer.submit(batch))
+
+
+def _number(producer: str | None, seq: str | None) -> int | None:
+    """The sequence number of an identified sender. Half an identity is refused: it would be stored twice on a retry."""
+    if producer is None and seq is None:
+        return None
+    if not producer or not (seq or "").isascii() or not (seq or "").isdigit() or int(seq or "") >= 2**63:
+        raise PayloadError(400, f"{PRODUCER_HEADER}={producer!r} and {SEQ_HEADER}={seq!r} must be a name and a number")
+    return int(seq or "")

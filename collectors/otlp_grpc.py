@@ -1,0 +1,67 @@
+"""OTLP over gRPC: the three Export calls, answered after the commit. Does not decode (intake.py)."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable
+from concurrent import futures
+from typing import Any
+
+import grpc
+from google.protobuf.message import Message
+
+from collectors.intake import PRODUCER_HEADER, SEQ_HEADER, Intake
+from collectors.payload import MAX_BODY_BYTES, PROTOBUF, PayloadError, Signal
+from collectors.writer import BatchRefused, Overloaded, StoreFailed
+from rlinsight.errors import CollectorError
+
+_SERVICES: dict[Signal, str] = {
+    "traces": "opentelemetry.proto.collector.trace.v1.TraceService",
+    "logs": "opentelemetry.proto.collector.logs.v1.LogsService",
+    "metrics": "opentelemetry.proto.collector.metrics.v1.MetricsService",
+}
+MAX_CALLS = 32  # in flight; each waits for its commit in a thread
+
+
+def serve(intake: Intake, host: str, port: int, token: str | None) -> tuple[grpc.Server, int]:
+    """Start the server; ``token`` None lets everyone in. Returns it and its port. Raises CollectorError when taken."""
+    options = [
+        ("grpc.so_reuseport", 0),  # else a second server silently shares the port
+        ("grpc.max_receive_message_length", MAX_BODY_BYTES),  # holds after decompression
+    ]
+    server = grpc.server(futures.ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="grpc"), options=options)
+    for signal, service in _SERVICES.items():
+        # No deserializer: the batch id of a foreign sender is a hash of the bytes.
+        method = grpc.unary_unary_rpc_method_handler(
+            _export(intake, signal, token), response_serializer=Message.SerializeToString
+        )
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {"Export": method}),))
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        bound = server.add_insecure_port(address)
+    except RuntimeError:
+        bound = 0
+    if not bound:
+        raise CollectorError(f"gRPC address {address} is taken or not of this machine; choose another --grpc-port")
+    server.start()
+    return server, bound
+
+
+def _export(intake: Intake, signal: Signal, token: str | None) -> Callable[[bytes, grpc.ServicerContext], Any]:
+    def export(body: bytes, context: grpc.ServicerContext) -> Any:
+        metadata = {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}
+        given = metadata.get("authorization", "").encode()
+        if token is not None and not hmac.compare_digest(given, f"Bearer {token}".encode()):
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "send the token: authorization: Bearer <token>")
+        try:
+            intake.check_room()
+            accepted = intake.take(signal, body, PROTOBUF, metadata.get(PRODUCER_HEADER), metadata.get(SEQ_HEADER))
+            accepted.done.result()
+        except (PayloadError, BatchRefused) as error:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except (Overloaded, StoreFailed) as error:
+            context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        else:
+            return accepted.response()
+
+    return export

@@ -1,0 +1,172 @@
+"""The collector process: opens the store, starts every part, waits for its end, stops them in reverse.
+
+Owns the endpoint file, signals, ports and the decision to leave. The parts know nothing of each other.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from collectors import otlp_grpc, otlp_http
+from collectors.database import Database
+from collectors.decode import Decoder
+from collectors.intake import Intake
+from collectors.owners import Owners
+from collectors.writer import Writer
+from rlinsight import schema
+from rlinsight.errors import CollectorError
+from rlinsight.store import Endpoint, endpoint_path, read_endpoint
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.25
+GRACE_S = 2.0  # quiet time after the last owner in which spools may still deliver
+MAX_GRACE_S = 30.0  # a sender that never falls silent does not keep the collector
+
+
+def run(store: Path, owner_pids: Sequence[int], host: str, http_port: int, grpc_port: int, sql_port: int) -> None:
+    """Serve a store until signalled, or until the owners given here or later are gone.
+
+    Raises CollectorError or StoreError when it cannot start, and CollectorError when the store failed for good.
+    """
+    started_ns = time.time_ns()
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    _refuse_second(store)
+    loopback = _is_loopback(host)
+    token = secrets.token_urlsafe(32)
+    with ExitStack() as stack:
+        database = stack.enter_context(Database(store))
+        writer = Writer(database.con, database.columns)
+        intake, owners = Intake(Decoder(database.columns), writer), Owners()
+        for pid in owner_pids:
+            owners.add(pid)
+        writer.start()
+        stack.callback(writer.close)
+        sql = database.serve_sql(sql_port, token)
+        server, grpc_port = otlp_grpc.serve(intake, host, grpc_port, None if loopback else token)
+        stack.callback(lambda: server.stop(grace=5).wait())
+        health = _health(store, writer, owners, started_ns)
+        app = otlp_http.app(intake, owners, health, database.con.cursor, token, open_to_loopback=loopback)
+        http_port = stack.enter_context(_serve_http(app, host, http_port))
+        stack.callback(owners.leave)
+        endpoint = Endpoint(
+            pid=os.getpid(),
+            http=f"http://{_address(host, http_port)}",
+            grpc=_address(host, grpc_port),
+            sql=sql,
+            token=token,
+            store=str(store.absolute()),
+            schema_version=schema.VERSION,
+            started_ns=started_ns,
+        )
+        stack.enter_context(_published(store, endpoint))
+        logger.info("collecting into %s: OTLP/HTTP %s, OTLP/gRPC %s", store, endpoint.http, endpoint.grpc)
+        _wait(stop, writer, owners, intake)
+    if writer.failure:
+        raise CollectorError(f"{store} cannot be written any more: {writer.failure}")
+
+
+def _wait(stop: threading.Event, writer: Writer, owners: Owners, intake: Intake) -> None:
+    """Return when there is a reason to leave."""
+    while not stop.wait(POLL_S):
+        if writer.failure:
+            return
+        abandoned_s = owners.abandoned_s()
+        if abandoned_s is None:
+            continue
+        quiet_s = (time.monotonic_ns() - intake.last_ns) / 1e9
+        if min(abandoned_s, quiet_s) >= GRACE_S or abandoned_s >= MAX_GRACE_S:
+            logger.info("the last owner is gone")
+            return
+
+
+def _refuse_second(store: Path) -> None:
+    endpoint = read_endpoint(store)
+    if endpoint is not None:
+        raise CollectorError(
+            f"a collector (process {endpoint.pid}) already serves {store} at {endpoint.http}; use it, or stop it first"
+        )
+
+
+def _health(store: Path, writer: Writer, owners: Owners, started_ns: int) -> Any:
+    def health() -> dict[str, Any]:
+        return {
+            "status": "failed" if writer.failure else "ok",
+            "pid": os.getpid(),
+            "store": str(store),
+            "schema_version": schema.VERSION,
+            "uptime_s": (time.time_ns() - started_ns) / 1e9,
+            "queued_batches": writer.queued_batches,
+            "stored_batches": writer.stored_batches,
+            "owners": owners.pids(),
+        }
+
+    return health
+
+
+@contextmanager
+def _published(store: Path, endpoint: Endpoint) -> Iterator[None]:
+    """The endpoint file for the length of the block: complete or absent, readable by its user alone."""
+    path = endpoint_path(store)
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    draft.unlink(missing_ok=True)
+    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(endpoint.to_json())
+    draft.replace(path)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _serve_http(app: Any, host: str, port: int) -> Iterator[int]:
+    """Serve the app in a thread; gives the port. On exit requests in flight are answered."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        sock = socket.create_server((host, port), family=family, backlog=512)
+    except (OSError, OverflowError) as error:
+        raise CollectorError(
+            f"HTTP address {_address(host, port)}: {error}; choose another --http-port or --host"
+        ) from None
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=75, timeout_graceful_shutdown=10
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, name="http", daemon=True)
+    thread.start()
+    while not server.started:
+        if not thread.is_alive():
+            raise CollectorError("the HTTP server did not start")
+        time.sleep(0.005)
+    try:
+        yield sock.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,252 @@
+"""Reading a store: ask the collector while one lives, open the file read-only otherwise.
+
+Owns the endpoint file's format, the read-only policy, and ``query()``, which hides which of the two answers. Does not
+write: the collector alone does. Loads duckdb, pyarrow and psutil on first use only.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlinsight import schema
+from rlinsight.errors import StoreError
+
+if TYPE_CHECKING:
+    import duckdb
+    import pyarrow as pa
+
+Params = Sequence[Any] | Mapping[str, Any]
+
+TIMEOUT_S = 30.0
+HANDOVER_S = 15.0  # a collector that starts or leaves holds the file without answering for this long at most
+MAX_RESULT_BYTES = 512 * 1024**2
+
+# Functions a SELECT can call to change the server, reach raw memory, or run SQL this policy has not seen.
+_FORBIDDEN = re.compile(
+    r"quack_\w+|(force_)?checkpoint|(enable|disable|truncate)_(\w*logging|duckdb_logs|prof\w+)|write_log|set_\w+|"
+    r"nextval|query|json_execute_serialized_sql|python_map_function|(arrow|pandas|seq)_scan\w*|(import|copy)_database"
+)
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a live collector listens; the content of ``<store>.endpoint``."""
+
+    pid: int
+    http: str  # base URL of OTLP/HTTP, owners and SQL
+    grpc: str  # host:port of OTLP/gRPC
+    sql: str  # quack:host:port, for DuckDB clients
+    token: str  # bearer token of SQL and owners, and of everything when not on loopback
+    store: str
+    schema_version: int
+    started_ns: int
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def endpoint_path(store: Path) -> Path:
+    """The file a live collector describes itself in."""
+    return store.with_name(store.name + ".endpoint")
+
+
+def read_endpoint(store: Path) -> Endpoint | None:
+    """The live collector of a store, or None. A file left by a dead one counts as none, also when its pid was reused."""
+    try:
+        endpoint = Endpoint(**json.loads(endpoint_path(store).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+    return endpoint if is_alive(endpoint.pid, endpoint.started_ns) else None
+
+
+def is_alive(pid: int, known_at_ns: int) -> bool:
+    """Whether the process seen as ``pid`` at that time still runs; a later process with the same pid is another one."""
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        # Start times come from boot time plus clock ticks, so they are off by the clock's adjustments since boot.
+        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() * 1e9 <= known_at_ns + 2e9
+    except psutil.Error:
+        return False
+
+
+def query(sql: str, *, store: Path, params: Params | None = None, timeout_s: float = TIMEOUT_S) -> pa.Table:
+    """Run one reading statement (SELECT, EXPLAIN, DESCRIBE, SHOW, SUMMARIZE) and return its result.
+
+    ``params`` fill ``?`` (a sequence) or ``$name`` (a mapping). Raises StoreError: no store yet, a damaged or newer
+    file, a statement that does not only read, an SQL error, or more than ``timeout_s`` seconds.
+    """
+    deadline = time.monotonic() + HANDOVER_S
+    while True:
+        endpoint = read_endpoint(store)
+        try:
+            if endpoint is not None:
+                return _ask_collector(endpoint, sql, params, timeout_s)
+            return _ask_file(store, sql, params, timeout_s)
+        except _HandOver as error:
+            if time.monotonic() > deadline:
+                raise StoreError(f"{store} cannot be read: {error}; is another program holding it?") from None
+            time.sleep(0.05)
+
+
+class _HandOver(Exception):
+    """The store changes hands right now: ask again in a moment."""
+
+
+def _ask_collector(endpoint: Endpoint, sql: str, params: Params | None, timeout_s: float) -> pa.Table:
+    import pyarrow as pa
+
+    try:
+        body = json.dumps({"sql": sql, "params": params, "timeout_s": timeout_s})
+    except TypeError as error:
+        raise StoreError(f"query parameters must be text, numbers, booleans, None or lists of them: {error}") from None
+    host = endpoint.http.removeprefix("http://")
+    connection = http.client.HTTPConnection(host, timeout=timeout_s + 10)
+    headers = {"Authorization": f"Bearer {endpoint.token}", "Content-Type": "application/json"}
+    try:
+        connection.request("POST", "/v1/sql", body, headers)
+        response = connection.getresponse()
+        answer = response.read()
+    except TimeoutError:
+        raise StoreError(f"the collector (process {endpoint.pid}) did not answer within {timeout_s + 10:g} s") from None
+    except (OSError, http.client.HTTPException) as error:
+        raise _HandOver(f"collector {endpoint.pid} does not answer ({error})") from None
+    finally:
+        connection.close()
+    if response.status == 503:
+        raise _HandOver(f"collector {endpoint.pid} is leaving")
+    if response.status != 200:
+        raise StoreError(json.loads(answer)["message"])
+    return pa.ipc.open_stream(answer).read_all()
+
+
+def _ask_file(store: Path, sql: str, params: Params | None, timeout_s: float) -> pa.Table:
+    import duckdb
+
+    if not store.is_file():
+        raise StoreError(f"no store at {store}; start one with 'rlinsight train CONFIG', or name it with --store")
+    config: dict[str, Any] = {
+        "enable_external_access": "false",
+        "autoload_known_extensions": "false",
+        "autoinstall_known_extensions": "false",
+        "lock_configuration": "true",
+    }
+    try:
+        con = duckdb.connect(str(store), read_only=True, config=config)
+    except duckdb.Error as error:
+        message = str(error).splitlines()[0]
+        if "lock" in message.lower():
+            raise _HandOver(message) from None
+        raise explain(store, error) from None
+    try:
+        if schema.stored_version(con, store) is None:
+            raise StoreError(f"{store} is empty; fill it with 'rlinsight train CONFIG'")
+        return run(con, sql, params, timeout_s)
+    finally:
+        con.close()
+
+
+def explain(store: Path, error: duckdb.Error) -> StoreError:
+    """Why DuckDB could not open a file, for the user."""
+    message = str(error).splitlines()[0]
+    if "Permission denied" in message:
+        return StoreError(
+            f"{store} cannot be opened: permission denied; change its permissions or choose another --store"
+        )
+    if re.search("not a valid DuckDB|Corrupt|checksum|not read enough|serializ", message, re.IGNORECASE):
+        return StoreError(
+            f"{store} is not a DuckDB file, or is damaged; nothing was changed. Move it away or choose another --store"
+        )
+    if "version number" in message:
+        return StoreError(f"{store} was written by a newer DuckDB than this one; upgrade rlinsight ({message})")
+    return StoreError(f"{store} cannot be opened: {message}")
+
+
+# The read-only policy, the same in the collector and on the file ----------------------------------------------------
+
+
+def check(sql: str) -> None:
+    """Raises StoreError unless ``sql`` is one statement that only reads."""
+    import duckdb
+
+    try:
+        statements = duckdb.extract_statements(sql)
+    except duckdb.Error as error:
+        raise _sql_error(error) from None
+    # PIVOT without a list of values is parsed into two statements, the first without a text of its own.
+    while len(statements) > 1 and statements[0].type == duckdb.StatementType.CREATE and not statements[0].query:
+        statements = statements[1:]
+    if len(statements) != 1:
+        raise StoreError(f"queries are one statement, this is {len(statements)}; send them one by one")
+    tokens = _tokens(sql)
+    reads = statements[0].type in (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN)
+    if not reads or not tokens or tokens[0] == "pragma":
+        first = tokens[0].upper() if tokens else "an empty text"
+        raise StoreError(f"the store is read-only: {first} is refused; SELECT, EXPLAIN, DESCRIBE, SHOW, SUMMARIZE work")
+    for name, following in pairwise(tokens):
+        if following == "(" and _FORBIDDEN.fullmatch(name):
+            raise StoreError(f"the store is read-only: function {name} is refused")
+    if statements[0].type == duckdb.StatementType.EXPLAIN and set(tokens) & {"insert", "update", "delete", "merge"}:
+        raise StoreError("the store is read-only: EXPLAIN of a statement that writes is refused")
+
+
+def _tokens(sql: str) -> list[str]:
+    """Words and operators of a statement, lower case, quotes removed, literals and comments left out."""
+    import duckdb
+
+    tokens = []
+    ends = duckdb.tokenize(sql)
+    for (start, kind), (end, _) in zip(ends, [*ends[1:], (len(sql.encode()), None)], strict=True):
+        if kind in (duckdb.token_type.identifier, duckdb.token_type.keyword, duckdb.token_type.operator):
+            text = re.split(r"\s|--|/\*", sql.encode()[start:end].decode().strip(), maxsplit=1)[0]
+            tokens.append(text.strip('"').lower())
+    return tokens
+
+
+def run(con: duckdb.DuckDBPyConnection, sql: str, params: Params | None, timeout_s: float) -> pa.Table:
+    """Check a statement and run it in a read-only transaction of ``con``, interrupted after ``timeout_s`` seconds.
+
+    Raises StoreError, also for a result over MAX_RESULT_BYTES.
+    """
+    import duckdb
+    import pyarrow as pa
+
+    check(sql)
+    timer = threading.Timer(timeout_s, con.interrupt)
+    timer.start()
+    try:
+        con.execute("BEGIN TRANSACTION READ ONLY")
+        try:
+            reader = con.execute(sql, params).to_arrow_reader()
+            batches, size = [], 0
+            for batch in reader:
+                batches.append(batch)
+                size += batch.nbytes
+                if size > MAX_RESULT_BYTES:
+                    raise StoreError(f"the result is over {MAX_RESULT_BYTES >> 20} MiB; aggregate it or add LIMIT")
+            return pa.Table.from_batches(batches, reader.schema)
+        finally:
+            con.execute("ROLLBACK")
+    except duckdb.InterruptException:
+        raise StoreError(
+            f"the query took over {timeout_s:g} s and was stopped; narrow it with WHERE or LIMIT"
+        ) from None
+    except duckdb.Error as error:
+        raise _sql_error(error) from None
+    finally:
+        timer.cancel()
+
+
+def _sql_error(error: Exception) -> StoreError:
+    """DuckDB's message on one line, without its quotation of the statement."""
+    return StoreError(" ".join(str(error).split("\n\nLINE")[0].split()))
