@@ -1,0 +1,1 @@
+"""The dashboard's pages, one file each; ``app.py`` registers them."""

@@ -1,0 +1,61 @@
+"""What the reader is looking at: store, run, step, rollout; mirrored in the URL, so a link shows the same.
+
+Filters are widgets bound to the URL by Streamlit itself; they live in their pages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import streamlit as st
+
+KEYS = ("run", "step", "rollout")
+STORE_VARIABLE = "RLINSIGHT_STORE"
+DEFAULT_STORE = "runs/rlinsight.duckdb"
+
+
+def store_path() -> Path:
+    """``--store`` of the command line, else $RLINSIGHT_STORE, else the default of a run."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--store", default=os.environ.get(STORE_VARIABLE, DEFAULT_STORE))
+    return Path(parser.parse_known_args(sys.argv[1:])[0].store)
+
+
+def restore() -> None:
+    """Take over what a shared link says, once, and put the selection back after a page switch cleared the URL."""
+    for key in KEYS:
+        if key not in st.session_state:
+            st.session_state[key] = st.query_params.get(key)
+        _mirror(key)
+
+
+def get(key: str) -> str | None:
+    """The selected run id, step or rollout id."""
+    return st.session_state.get(key)
+
+
+def step() -> int | None:
+    """The selected step; None when none is, or the link's value is not a number."""
+    value = get("step")
+    return int(value) if value and value.isdigit() else None
+
+
+def select(key: str, value: str | int | None) -> None:
+    """Select; choosing another run forgets the step and rollout of the previous one."""
+    value = None if value is None else str(value)
+    if key == "run" and get("run") not in (None, value):
+        select("step", None)
+        select("rollout", None)
+    st.session_state[key] = value
+    _mirror(key)
+
+
+def _mirror(key: str) -> None:
+    value = st.session_state[key]
+    if value is None:
+        st.query_params.pop(key, None)
+    elif st.query_params.get(key) != value:
+        st.query_params[key] = value
