@@ -184,8 +184,10 @@ def collect(
     rlinsight collect
     rlinsight collect --store /data/team.duckdb --http-port 0 --grpc-port 0
     """
+    # It owns itself, so that a training run that joins it does not take it along when it leaves.
+    owner = ["--owner-pid", str(os.getpid())]
     ports = ["--http-port", str(http_port), "--grpc-port", str(grpc_port), "--sql-port", str(sql_port)]
-    _replace_process([sys.executable, "-m", "collectors", "--store", str(store), "--host", host, *ports])
+    _replace_process([sys.executable, "-m", "collectors", "--store", str(store), "--host", host, *owner, *ports])
 
 
 @app.command()

@@ -1,8 +1,8 @@
 """The folder of one run: its id, resolved config, current attempt and checkpoints.
 
 ``<run.dir>/<run id>/`` holds ``config.yaml`` (resolved), ``attempt.json`` (who trains it now), ``spool/`` and
-``checkpoints/step-<n>/``. Owns creating, finding and resuming a folder. Does not write checkpoints (the trainer does, under a
-temporary name, so that a ``step-<n>`` folder is a whole one) and does not read the store.
+``checkpoints/step-<n>/``. Owns creating, finding and resuming a folder. Writes no checkpoints (the trainer does, under
+a temporary name, so that a ``step-<n>`` folder is a whole one) and runs no query.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import yaml
 
 from rlinsight.config import Config, parse
 from rlinsight.errors import CheckpointError, ConfigError
+from rlinsight.store import is_alive
 
 # What may change between attempts: how long to train, where files go, what is recorded, how memory is used.
 # Everything else changes what is learned, and a resumed run would no longer be one experiment.
@@ -45,11 +46,11 @@ class Attempt:
     attempt: int  # 1 for the first start, +1 per resume
     store: str  # absolute path of the DuckDB file
     pid: int
-    process_started: float  # unix seconds; tells a live process from another that was given the same pid
+    started_ns: int  # unix nanoseconds; tells the process from a later one that was given the same pid
 
     def is_alive(self) -> bool:
         """True while the process that wrote this still runs."""
-        return _process_started(self.pid) == self.process_started
+        return is_alive(self.pid, self.started_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ class RunDir:
             attempt=last.attempt + 1 if last else 1,
             store=str(config.telemetry.store.resolve()),
             pid=os.getpid(),
-            process_started=_process_started(os.getpid()) or 0.0,
+            started_ns=time.time_ns(),
         )
         _write(self.path / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         _write(self.path / "attempt.json", json.dumps(asdict(attempt), indent=2) + "\n")
@@ -191,15 +192,6 @@ def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     for key, value in tree.items():
         leaves |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
     return leaves
-
-
-def _process_started(pid: int) -> float | None:
-    import psutil
-
-    try:
-        return psutil.Process(pid).create_time()
-    except psutil.Error:
-        return None
 
 
 def _write(path: Path, text: str) -> None:

@@ -32,7 +32,7 @@ def stopped_run(tmp_path: Path, step: int | None = 4) -> run_dir.RunDir:
     run = run_dir.create(settings(tmp_path))
     run.begin_attempt(settings(tmp_path))
     file = run.path / "attempt.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"process_started": 1.0}))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"started_ns": 1}))
     if step is not None:
         (run.path / "checkpoints" / f"step-{step}").mkdir(parents=True)
     return run

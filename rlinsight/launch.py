@@ -1,0 +1,269 @@
+"""Composition root of a training run: what is started, in which order, and how all of it stops.
+
+    check -> collector found or started -> run folder -> telemetry -> run.start -> trainer -> run.end -> delivered
+
+Owns signals and exit codes. The trainer starts and stops its own workers; the collector leaves by itself once its last
+owner is gone, so that even a killed run leaves no process behind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Literal
+
+from collectors.server import start_process
+from core_trainer.job import Job, Reporter, RunSummary
+from rlinsight import host, names, preflight, run_dir, spool, store, telemetry
+from rlinsight.config import Config
+from rlinsight.errors import CollectorError, RlinsightError, StoreError
+from rlinsight.progress import Progress
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Controller = Callable[[Config, Job, Reporter], RunSummary]
+
+# A run's last records are kilobytes; what is not acknowledged by then stays in the spool for the next start.
+DELIVERY_TIMEOUT_S = 15.0
+LEFTOVERS_TIMEOUT_S = 10.0
+INGEST_TIMEOUT_S = 24 * 3600.0  # a spool of an offline cluster may be large; progress is kept if it is interrupted
+# The collector drains within its grace of two seconds; waiting for it means no process outlives the command.
+COLLECTOR_EXIT_TIMEOUT_S = 10.0
+
+
+def train(
+    config: Config,
+    console: Console,
+    *,
+    resume: bool = False,
+    wanted: str | None = None,
+    controller: Controller | None = None,
+) -> int:
+    """Train, and return the process's exit code: 0, or 128 + signal when the user stopped it.
+
+    ``resume`` continues ``wanted`` (a run id or folder), or the newest run of the config's name. ``controller`` stands
+    in for ``core_trainer.controller.run``. Raises RlinsightError for whatever the user can act on.
+    """
+    sys.path.append(os.getcwd())  # a console script's path lacks the folder in which people write their rewards
+    preflight.check(config)
+    run = run_dir.find(config, wanted) if resume else None
+    with _Signals() as signals, collector(config.telemetry.store) as endpoint:
+        for folder in run_dir.abandoned_spools(config):
+            spool.deliver_leftovers(folder, endpoint.http, LEFTOVERS_TIMEOUT_S)
+        run = run or run_dir.create(config)
+        attempt = run.begin_attempt(config)
+        job = Job(run.run_id, attempt.attempt, run.path, run.spool, endpoint.http, run.newest_checkpoint())
+        progress = Progress(console, run.run_id, config.trainer.total_steps)
+        with progress, _recorded(config, job, endpoint.http) as end:
+            progress.stage(f"run {run.run_id}, attempt {job.attempt}; Ctrl-C stops it with a checkpoint")
+            try:
+                controller = controller or _trainer()
+                with signals.graceful(progress):
+                    summary = controller(config, job, progress)
+                end.status = summary.status
+            except KeyboardInterrupt:
+                summary = progress.cut_short(run.newest_checkpoint())
+                end.status = "interrupted"
+            if end.status == "interrupted":
+                end.exit_code, end.reason = (
+                    128 + signals.received,
+                    f"stopped by {signal.Signals(signals.received).name}",
+                )
+        _say(console, progress.summary(summary, _linked(config.telemetry.store, run.run_id), config.telemetry.store))
+    return end.exit_code
+
+
+def ingest(directory: Path, path: Path) -> str:
+    """Deliver a spool folder into the store at ``path``; returns what was done, in one line.
+
+    Raises CollectorError when some of it could not be delivered.
+    """
+    with collector(path) as endpoint:
+        delivered = spool.deliver_leftovers(directory, endpoint.http, timeout_s=INGEST_TIMEOUT_S)
+    text = f"{delivered.batches} batches, {delivered.sent} items delivered to {path}"
+    if delivered.rejected:
+        text += f", {delivered.rejected} refused"
+    if delivered.torn_batches:
+        text += f", {delivered.torn_batches} batches cut off when their process was killed"
+    if delivered.lost:
+        text += f", {delivered.lost} items lost with it"
+    if delivered.remaining:
+        raise CollectorError(f"{delivered.remaining} producers of {directory} not delivered ({text}); run it again")
+    return text
+
+
+def _trainer() -> Controller:
+    """The real controller. Importing it loads torch and ray, which takes seconds."""
+    from core_trainer import controller
+
+    return controller.run
+
+
+# Collector -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def collector(path: Path) -> Iterator[store.Endpoint]:
+    """The collector of a store, kept alive for the length of the block: the one that runs, or a new one.
+
+    Raises CollectorError when none can be started.
+    """
+    endpoint = store.read_endpoint(path)
+    if endpoint is None or _own(endpoint, "POST") is None:
+        endpoint = start_process(path, os.getpid())
+    try:
+        yield endpoint
+    finally:
+        if _own(endpoint, "DELETE") == []:
+            _wait_for_exit(endpoint.pid)
+
+
+def _own(endpoint: store.Endpoint, method: Literal["POST", "DELETE"]) -> list[int] | None:
+    """Take or give up a share in a collector, which leaves with its last owner.
+
+    Returns the owners it has now; None when it does not answer or is leaving.
+    """
+    import httpx
+
+    url, headers = f"{endpoint.http}/v1/owners", {"Authorization": f"Bearer {endpoint.token}"}
+    try:
+        response = httpx.request(method, url, json={"pid": os.getpid()}, headers=headers, timeout=5)
+    except httpx.HTTPError:
+        return None
+    return response.json()["owners"] if response.is_success else None
+
+
+def _wait_for_exit(pid: int) -> None:
+    import psutil
+
+    with suppress(psutil.Error):
+        psutil.Process(pid).wait(timeout=COLLECTOR_EXIT_TIMEOUT_S)
+
+
+# Record --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _End:
+    """How the attempt ended, for run.end and the exit code."""
+
+    status: str = "failed"
+    exit_code: int = 0
+    reason: str | None = None
+
+
+@contextmanager
+def _recorded(config: Config, job: Job, collector_url: str) -> Iterator[_End]:
+    """Telemetry of this process with run.start and run.end around the block; everything delivered after it."""
+    telemetry.setup(
+        "controller",
+        spool_dir=job.spool_dir,
+        run_id=job.run_id,
+        attempt=job.attempt,
+        endpoint=collector_url,
+        lane="controller",
+        text=config.telemetry.text,
+        token_arrays=config.telemetry.token_arrays,
+        spool_bytes=config.telemetry.spool_bytes,
+        resource={names.ALGORITHM: config.algorithm.name, names.MODEL: config.model.source},
+    )
+    end = _End()
+    try:
+        telemetry.event(names.RUN_START, _start_attributes(config, job))
+        yield end
+    except BaseException as error:
+        end.exit_code = error.exit_code if isinstance(error, RlinsightError) else 1
+        end.reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise
+    finally:
+        attributes: dict[str, Any] = {names.STATUS: end.status, names.EXIT_CODE: end.exit_code}
+        telemetry.event(names.RUN_END, attributes | ({names.REASON: end.reason} if end.reason else {}))
+        telemetry.shutdown(DELIVERY_TIMEOUT_S)
+        spool.deliver_leftovers(job.spool_dir, collector_url, LEFTOVERS_TIMEOUT_S)  # of killed workers
+
+
+def _start_attributes(config: Config, job: Job) -> dict[str, Any]:
+    attributes: dict[str, Any] = {
+        names.RUN_NAME: config.run.name,
+        names.PROJECT: config.run.project,
+        names.CONFIG: json.dumps(config.model_dump(mode="json")),
+        names.CONFIG_HASH: config.hash(),
+        names.CODE_VERSION: host.code_version(),
+        names.HOST: json.dumps(host.facts()),
+        names.TOTAL_STEPS: config.trainer.total_steps,
+    }
+    if job.resume is not None:
+        attributes[names.RESUMED_FROM_STEP] = run_dir.checkpoint_step(job.resume)
+    return attributes
+
+
+def _linked(path: Path, run_id: str) -> float | None:
+    """Share of the run's trace edges that join; None when the store does not answer or the run has none."""
+    try:
+        rows = store.query(
+            "SELECT sum(linked) / nullif(sum(n), 0) AS share FROM v_linkage WHERE run_id = ?",
+            store=path,
+            params=[run_id],
+        )
+    except StoreError:
+        return None
+    return rows["share"][0].as_py()
+
+
+# Signals -------------------------------------------------------------------------------------------------------------
+
+
+class _Signals:
+    """SIGINT and SIGTERM for the length of a run.
+
+    Before and after the trainer's own loop one signal unwinds at once. In the loop the first asks for a stop after the
+    step, the second unwinds. While unwinding, signals are ignored: every wait there is bounded, and cutting it short
+    would leave processes behind.
+    """
+
+    def __init__(self) -> None:
+        self.received = 0
+        self._progress: Progress | None = None
+        self._unwinding = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> _Signals:
+        self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @contextmanager
+    def graceful(self, progress: Progress) -> Iterator[None]:
+        """In this block the first signal becomes a wish that ``progress`` hands to the trainer."""
+        self._progress = progress
+        try:
+            yield
+        finally:
+            self._progress, self._unwinding = None, True
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if self._unwinding:
+            return
+        first = self.received == 0
+        self.received = self.received or number
+        if first and self._progress is not None:
+            self._progress.request_stop()
+            return
+        self._unwinding = True
+        raise KeyboardInterrupt
+
+
+def _say(console: Console, lines: list[str]) -> None:
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,212 @@
+"""A run starts its parts in order and stops all of them on every path: success, errors, signals, kill -9.
+
+The trainer is a double passed in (tests/e2e/fake_trainer.py); collector, store, spool and processes are real.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from rlinsight import store
+
+ROOT = Path(__file__).parents[2]
+
+
+class Place:
+    """A folder with a config, a store and the runs trained into it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.store = path, path / "runs" / "s.duckdb"
+        data = path / "data.jsonl"
+        data.write_text('{"prompt": "1 + 1", "answer": "2"}\n')
+        self.config = path / "c.yaml"
+        self.write(total_steps=3)
+
+    def write(self, **trainer: Any) -> None:
+        tree = {
+            "run": {"name": "r", "dir": str(self.path / "runs")},
+            "model": {"source": "some-owner/some-model"},
+            "data": {"train": str(self.path / "data.jsonl")},
+            "reward": {"functions": [{"type": "numeric"}]},
+            "trainer": trainer,
+            "telemetry": {"store": str(self.store)},
+        }
+        self.config.write_text(yaml.safe_dump(tree))
+
+    def start(self, mode: str, *arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "tests.e2e.fake_trainer", str(self.config), mode, *arguments]
+        return subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def run(self, mode: str, *arguments: str) -> tuple[int, str, str]:
+        process = self.start(mode, *arguments)
+        out, err = process.communicate(timeout=60)
+        return process.returncode, out, err
+
+    def query(self, sql: str) -> list[dict[str, Any]]:
+        return store.query(sql, store=self.store).to_pylist()
+
+    def processes(self) -> list[psutil.Process]:
+        """Living processes that name this folder, this test's own excepted."""
+        found = []
+        for process in psutil.process_iter(["cmdline", "status"]):
+            command = " ".join(process.info["cmdline"] or [])
+            if str(self.path) in command and process.pid != os.getpid() and process.info["status"] != "zombie":
+                found.append(process)
+        return found
+
+    def wait_for(self, condition: Any, timeout_s: float = 20) -> Any:
+        deadline = time.monotonic() + timeout_s
+        while not (value := condition()):
+            assert time.monotonic() < deadline, "timed out"
+            time.sleep(0.1)
+        return value
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    place = Place(tmp_path)
+    yield place
+    left = place.processes()
+    for process in left:
+        process.kill()
+    assert left == [], "processes were left behind"
+
+
+def test_a_run_leaves_a_whole_record_and_no_process(place: Place) -> None:
+    """Exit 0, the summary with the next commands, which work, every step in the store, run.end, no endpoint."""
+    code, out, err = place.run("finish")
+    assert (code, err) == (0, "")
+    assert place.processes() == []
+    assert "first step 0.333 -> last step 1.000" in out
+    assert "of records link up" in out
+    assert f"rlinsight dashboard --store {place.store}" in out
+    [run] = place.query("select * from runs")
+    assert (run["name"], run["status"], run["steps_done"], run["total_steps"], run["exit_code"]) == (
+        "r",
+        "finished",
+        3,
+        3,
+        0,
+    )
+    assert run["config_hash"]
+    assert run["code_version"].startswith("0.1.0")
+    assert store.read_endpoint(place.store) is None
+    [query] = re.findall(r'rlinsight sql .*"(select .*)"', out)
+    assert len(place.query(query)) == 3
+
+
+def test_an_error_is_one_line_and_stored(place: Place) -> None:
+    """The exit code and the reason reach the terminal and the store alike."""
+    code, _, err = place.run("fail")
+    assert code == 1
+    assert err == "error: reward numeric timed out; raise its timeout_s\n"
+    [run] = place.query("select status, exit_code, reason from runs")
+    assert run == {
+        "status": "failed",
+        "exit_code": 1,
+        "reason": "RewardError: reward numeric timed out; raise its timeout_s",
+    }
+
+
+def test_a_bug_keeps_its_traceback_and_still_ends_the_run(place: Place) -> None:
+    """An unexpected error is not hidden, and the store says that the run failed."""
+    code, _, err = place.run("bug")
+    assert code == 1
+    assert "Traceback" in err
+    assert "ZeroDivisionError" in err
+    assert place.query("select status, reason from runs") == [
+        {"status": "failed", "reason": "ZeroDivisionError: a bug"}
+    ]
+
+
+def test_ctrl_c_finishes_the_step_and_resume_goes_on(place: Place) -> None:
+    """The step in hand is finished and checkpointed; --resume trains the rest as attempt 2 of the same run."""
+    run = interrupted(place, signal.SIGINT)
+    assert place.run("finish", "--resume")[0] == 0
+    [resumed] = place.query("select run_id, status, steps_done, attempts from runs")
+    assert resumed == {"run_id": run["run_id"], "status": "finished", "steps_done": 8, "attempts": 2}
+    assert place.query("select resumed_from_step as n from run_starts where attempt = 2") == [{"n": run["steps_done"]}]
+
+
+def test_sigterm_is_as_gentle_as_ctrl_c(place: Place) -> None:
+    """A scheduler that ends the job gets a checkpoint too."""
+    interrupted(place, signal.SIGTERM)
+
+
+def interrupted(place: Place, number: signal.Signals) -> dict[str, Any]:
+    """Stop a run of eight steps after its first with one signal, check how it ends, and return its row."""
+    place.write(total_steps=8)
+    process = place.start("slow")
+    place.wait_for(lambda: place.store.exists() and _steps(place))
+    process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    assert "stopping after this step" in err
+    assert "--resume r-" in out
+    [run] = place.query("select run_id, status, steps_done, reason from runs")
+    assert (run["status"], run["reason"]) == ("interrupted", f"stopped by {number.name}")
+    return run
+
+
+def test_two_signals_stop_now(place: Place) -> None:
+    """A trainer that does not come back is unwound by the second signal; the record still ends in order."""
+    process = place.start("stuck")
+    place.wait_for(lambda: place.store.exists() and place.query("select 1 from span_starts"))
+    process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=1)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "interrupted at step 0/3" in out
+    assert place.query("select status, exit_code from runs") == [{"status": "interrupted", "exit_code": 130}]
+
+
+def test_a_killed_run_leaves_no_collector_and_its_spool_is_delivered_later(place: Place) -> None:
+    """After kill -9 the collector goes by itself; the next run into the store brings what was left on disk."""
+    process = place.start("die")
+    process.wait(timeout=30)
+    assert process.returncode == -signal.SIGKILL
+    place.wait_for(lambda: not place.processes())
+    assert place.run("finish")[0] == 0
+    assert place.query("select steps_done from runs order by started") == [{"steps_done": 1}, {"steps_done": 3}]
+    assert place.query("select step from step_metrics where name = 'after/the/collector'") == [{"step": 2}]
+
+
+def test_two_runs_share_one_collector(place: Place) -> None:
+    """A second run joins the collector that runs; it leaves only after both are done."""
+    place.write(total_steps=8)
+    slow = place.start("slow")
+    place.wait_for(lambda: place.store.exists() and _steps(place))
+    assert place.run("finish")[0] == 0
+    assert store.read_endpoint(place.store) is not None
+    assert slow.wait(timeout=30) == 0
+    assert place.query("select count(*) as n from runs where status = 'finished' and steps_done = 8") == [{"n": 2}]
+
+
+def test_a_store_that_cannot_be_written_stops_the_run_before_it_starts(place: Place) -> None:
+    """One line with the reason; no run folder is made."""
+    place.store.parent.mkdir()
+    place.store.mkdir()
+    code, _, err = place.run("finish")
+    assert code == 1
+    assert err.startswith("error: ")
+    assert str(place.store) in err
+    assert err.count("\n") == 1
+    assert list(place.store.parent.glob("r-*")) == []
+
+
+def _steps(place: Place) -> bool:
+    return bool(place.query("select 1 from steps"))
