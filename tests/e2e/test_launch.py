@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 import yaml
@@ -186,14 +187,20 @@ def test_a_killed_run_leaves_no_collector_and_its_spool_is_delivered_later(place
 
 
 def test_two_runs_share_one_collector(place: Place) -> None:
-    """A second run joins the collector that runs; it leaves only after both are done."""
+    """A second run becomes an owner of the collector that runs; the first gives up its share and leaves without it."""
     place.write(total_steps=8)
-    slow = place.start("slow")
-    place.wait_for(lambda: place.store.exists() and _steps(place))
-    assert place.run("finish")[0] == 0
-    assert store.read_endpoint(place.store) is not None
-    assert slow.wait(timeout=30) == 0
+    first = place.start("slow")
+    endpoint = place.wait_for(lambda: store.read_endpoint(place.store))
+    second = place.start("slow")
+    place.wait_for(lambda: _owners(endpoint) == sorted([first.pid, second.pid]))
+    assert first.wait(timeout=30) == 0
+    assert _owners(endpoint) == [second.pid]
+    assert second.wait(timeout=30) == 0
     assert place.query("select count(*) as n from runs where status = 'finished' and steps_done = 8") == [{"n": 2}]
+
+
+def _owners(endpoint: store.Endpoint) -> list[int]:
+    return httpx.get(f"{endpoint.http}/healthz").json()["owners"]
 
 
 def test_a_store_that_cannot_be_written_stops_the_run_before_it_starts(place: Place) -> None:
