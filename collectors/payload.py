@@ -67,6 +67,8 @@ def parse(signal: Signal, body: bytes, content_type: str) -> Message:
         raise PayloadError(415, f"content-type {content_type!r} is not supported; send {PROTOBUF} or {JSON}")
     try:
         tree = json.loads(body, object_hook=_ids_to_base64)
+        if not isinstance(tree, dict):
+            raise ValueError("it is no JSON object")
         return json_format.ParseDict(tree, request, ignore_unknown_fields=True)
     except (json_format.ParseError, ValueError, TypeError, RecursionError, AttributeError) as error:
         raise PayloadError(400, f"body is no OTLP {signal} request: {str(error)[:200]}") from None

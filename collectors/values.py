@@ -141,10 +141,10 @@ def _elements(value: Any, dtype: np.dtype) -> bytes:
     if isinstance(value, list):  # a sender without byte attributes
         try:
             array = np.array(value)
-            elements = array.astype(dtype).reshape(len(value))
+            elements = array.astype(dtype)
         except (TypeError, ValueError, OverflowError):
             raise BadValue(f"{_short(value)} is not an array of {dtype.name}") from None
-        if dtype.kind == "f" or (elements == array).all():
+        if array.ndim == 1 and (dtype.kind == "f" or (elements == array).all()):
             return elements.tobytes()
     raise BadValue(f"{_short(value)} is not an array of {dtype.name}")
 

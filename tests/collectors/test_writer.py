@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import duckdb
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from collectors.database import Database
+from collectors.decode import Decoder
+from collectors.writer import MAX_QUEUED_BATCHES, BatchRefused, Overloaded, Writer
+from rlinsight import schema
+from tests.collectors.kill_writer import IN_FLIGHT
+from tests.synthetic import Request, Run, batch, requests
+
+SMALL = list(requests(Run(steps=2, groups=2, group_size=2, start_ns=1_700_000_000 * 10**9)))
+
+
+def _write(con: duckdb.DuckDBPyConnection, sent: Sequence[Request]) -> list[bool]:
+    columns = schema.columns(con)
+    decoder, writer = Decoder(columns), Writer(con, columns)
+    futures = [writer.submit(batch(decoder, request)) for request in sent]
+    writer.start()
+    writer.close()
+    return [future.result(10) for future in futures]
+
+
+def _memory() -> duckdb.DuckDBPyConnection:
+    con = duckdb.connect()
+    schema.apply(con, Path(":memory:"))
+    return con
+
+
+def _content(con: duckdb.DuckDBPyConnection) -> dict[str, list]:
+    """Every table without arrival times, in an order of its own."""
+    content = {}
+    for table, columns in schema.columns(con).items():
+        kept = [name for name in columns if name not in ("ingest_ns", "received_ns", "committed_ns", "created_ns")]
+        content[table] = con.execute(f"SELECT {', '.join(kept)} FROM {table} ORDER BY ALL").fetchall()
+    return content
+
+
+def test_a_batch_sent_again_is_acknowledged_and_not_stored_twice(tmp_path):
+    """Duplicates inside one group, in a later group and after a restart change nothing; their futures say False."""
+    path = tmp_path / "s.duckdb"
+    for expected in ([True, False], [False, False]):
+        with Database(path) as database:
+            assert _write(database.con, [SMALL[0], SMALL[0]]) == expected
+            assert database.con.execute("SELECT count(*), sum(rows) FROM ingest_batches").fetchone() == (
+                1,
+                database.con.execute("SELECT count(*) FROM otel_spans").fetchone()[0],
+            )
+
+
+REFERENCE = _memory()
+_write(REFERENCE, SMALL)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_order_and_duplicates_do_not_matter(data):
+    """Batches in any order, some of them several times, in groups of any size, converge to identical tables."""
+    sent = data.draw(st.permutations(SMALL + data.draw(st.lists(st.sampled_from(SMALL), max_size=5))))
+    cut = data.draw(st.integers(0, len(sent)))
+    con = _memory()
+    _write(con, sent[:cut])
+    _write(con, sent[cut:])
+    assert _content(con) == _content(REFERENCE)
+    for view in ("rollouts", "train_metrics", "groups", "v_linkage"):
+        order = f"SELECT * FROM {view} ORDER BY ALL"
+        assert con.execute(order).fetchall() == REFERENCE.execute(order).fetchall()
+
+
+def test_a_batch_the_store_cannot_hold_harms_no_other():
+    """One batch that breaks the insert is refused; the others of its group are stored."""
+    con = _memory()
+    columns = schema.columns(con)
+    decoder, writer = Decoder(columns), Writer(con, columns)
+    batches = [batch(decoder, request) for request in SMALL]
+    batches[1].decoded.rows["otel_logs"][0] = ("no", "such", "row")
+    futures = [writer.submit(item) for item in batches]
+    writer.start()
+    writer.close()
+    with pytest.raises(BatchRefused):
+        futures[1].result(10)
+    assert all(future.result(10) for i, future in enumerate(futures) if i != 1)
+    assert con.execute("SELECT count(*) FROM ingest_batches").fetchone() == (len(SMALL) - 1,)
+
+
+def test_a_full_queue_refuses_instead_of_growing():
+    """Beyond its bound the queue raises Overloaded; nothing accepted is lost."""
+    con = _memory()
+    columns = schema.columns(con)
+    decoder, writer = Decoder(columns), Writer(con, columns)
+    tiny = next(request for request in SMALL if request.signal == "metrics")
+    accepted = []
+    for seq in range(MAX_QUEUED_BATCHES):
+        accepted.append(writer.submit(batch(decoder, Request("metrics", tiny.message, "p", seq))))
+    assert not writer.has_room()
+    with pytest.raises(Overloaded):
+        writer.submit(batch(decoder, Request("metrics", tiny.message, "p", -1)))
+    writer.start()
+    writer.close()
+    assert all(future.result(10) for future in accepted)
+    with pytest.raises(Overloaded):
+        writer.submit(batch(decoder, tiny))
+
+
+def test_killed_at_random_points_stored_equals_acknowledged(tmp_path):
+    """kill -9 at 20 random moments: every acknowledged batch is stored once and whole, and no batch is stored in part."""
+    path, acks = tmp_path / "s.duckdb", tmp_path / "acks"
+    command = [sys.executable, "-m", "tests.collectors.kill_writer", path, acks, "20", str(random.randrange(10**6))]
+    subprocess.run(command, check=True, timeout=60, cwd=Path(__file__).parents[2])
+    acknowledged = acks.read_text().split()
+    with Database(path) as database:
+        ledger = database.con.execute("SELECT batch_id, rows FROM ingest_batches").fetchall()
+        counted = database.con.execute(
+            "SELECT batch_id, count(*) FROM (SELECT batch_id FROM otel_spans UNION ALL SELECT batch_id FROM otel_logs "
+            "UNION ALL SELECT batch_id FROM otel_metrics) GROUP BY batch_id"
+        ).fetchall()
+    assert len(acknowledged) >= 20
+    assert set(acknowledged) <= {batch_id for batch_id, _ in ledger}
+    assert sorted(ledger) == sorted(counted)
+    assert len(acknowledged) == len(set(acknowledged))
+    assert len(ledger) - len(acknowledged) <= IN_FLIGHT  # stored, but the last kill came before the answer
