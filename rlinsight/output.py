@@ -83,14 +83,17 @@ def _write_text(table: pa.Table, form: Format, stream: TextIO) -> None:
 
 
 def show(table: pa.Table, console: Console) -> None:
-    """Print a table; where it is wider than the terminal, one block per row instead of cut columns."""
+    """Print a table; where that is wider than the terminal, one block per row instead of cut columns."""
     from rich.cells import cell_len
     from rich.markup import escape
 
+    if table.num_rows == 0:
+        console.print(f"0 rows of {', '.join(table.column_names)}", markup=False, highlight=False, style="dim")
+        return
     shown = table.slice(0, MAX_TABLE_ROWS)
     rows = [[_cell(value) for value in row] for row in _rows(shown)]
     widths = [max(cell_len(text) for text in column) for column in zip(table.column_names, *rows, strict=True)]
-    if sum(widths) + 3 * len(widths) <= console.width or not rows:
+    if sum(widths) + 3 * len(widths) <= console.width:
         _show_grid(table, rows, console)
     else:
         _show_records(table.column_names, rows, console)

@@ -126,6 +126,11 @@ def test_long_tables_say_what_they_leave_out() -> None:
     assert "999" not in shown
 
 
+def test_no_rows_still_name_the_columns() -> None:
+    """An empty result is told apart from a silent failure."""
+    assert on_terminal(TABLE.slice(0, 0)) == "0 rows of step, reward, text, tokens\n"
+
+
 def test_unwritable_output_is_one_clear_error(tmp_path: Path) -> None:
     """A file that cannot be written is named, with the reason."""
     with pytest.raises(ConfigError, match=r"missing/t.csv: No such file or directory"):
