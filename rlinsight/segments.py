@@ -202,14 +202,13 @@ class Segments:
             return batch
 
     def ack(self, batch: Batch) -> None:
-        """Forget the batch last peeked; its segment is deleted when nothing in it is left."""
+        """Forget the batch last peeked; the next peek deletes its segment when nothing in it is left."""
         with self._changed:
             if self._closed:
                 return
             self._offset = self._next_offset
             self._pending -= 1
             self._settled_seq = batch.seq
-            self._free_read_segments()
             self._changed.notify_all()
 
     def bury(self, batch: Batch) -> None:
@@ -341,11 +340,9 @@ def _lock(path: Path) -> int | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
+        # Its holder may just have delivered and removed the folder: then there is nothing left in it to do twice.
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Whoever held it may have delivered and removed the folder between the two calls.
-        if (path / LOCK).stat().st_ino == os.fstat(file).st_ino:
-            return file
-    except (BlockingIOError, FileNotFoundError):
-        pass
-    os.close(file)
-    return None
+    except BlockingIOError:
+        os.close(file)
+        return None
+    return file

@@ -44,10 +44,11 @@ _log = logging.getLogger(__name__)
 class Delivered:
     """What ``deliver_leftovers`` did."""
 
-    sent: int = 0  # items the collector stored, now or, unknown to the dead producer, before
+    batches: int = 0  # requests the collector stored or refused
+    sent: int = 0  # items it stored, now or, unknown to the dead producer, before
     rejected: int = 0  # items it refused, with their batch or out of it
+    torn_batches: int = 0  # requests cut off when their producer was killed
     lost: int = 0  # items not yet on disk when their producer was killed
-    producers: int = 0  # folders delivered to the end
     remaining: int = 0  # folders with undelivered batches
 
 
@@ -63,6 +64,7 @@ class Sender:
     """Posts the batches of one folder over one kept-alive connection."""
 
     def __init__(self, segments: Segments, endpoint: str, counts: Counts) -> None:
+        self.batches = 0  # settled: stored or refused
         self._segments = segments
         self._counts = counts
         self._connection = _connect(endpoint)
@@ -98,6 +100,7 @@ class Sender:
 
     def _settle(self, batch: Batch, reply: _Reply) -> None:
         """The batch is done with."""
+        self.batches += 1
         if reply.verdict == "stored":
             self._counts.sent += batch.items - reply.rejected
             self._counts.rejected += reply.rejected
@@ -182,13 +185,14 @@ def _deliver_folder(segments: Segments, endpoint: str, deadline: float, total: D
         if segments.peek(0) is not None or (killed and not _report_death(sender, segments, killed, counts)):
             total.remaining += 1
         else:
-            total.producers += 1
             remove(segments.producer)
         # Without the counters only a cut-off record tells of a loss.
         total.lost += _unsynced(killed) if killed else segments.torn_items
     finally:
         sender.close()
         segments.close()
+    total.batches += sender.batches
+    total.torn_batches += segments.torn_batches
     total.sent += counts.sent
     total.rejected += counts.rejected
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from rlinsight import counts, names, segments, spool, telemetry
+from collectors.server import start_process
+from rlinsight import counts, names, segments, spool, store, telemetry
 from rlinsight.errors import SpoolError
 from rlinsight.segments import Batch, Segments
 from tests.scripted_collector import Answer, Collector, attributes, running
@@ -136,7 +137,7 @@ def test_no_collector_all_run_long_loses_nothing(tmp_path: Path, caplog: pytest.
         done = spool.deliver_leftovers(tmp_path, collector.url)
         assert indices(collector) == list(range(2000))
         assert done.sent == len(collector.events()) == health(collector)[names.EMITTED]
-        assert (done.producers, done.remaining, done.lost) == (1, 0, 0)
+        assert (done.batches, done.remaining, done.lost) == (len(collector.requests), 0, 0)
     assert list(tmp_path.iterdir()) == []
     assert spool.deliver_leftovers(tmp_path, "http://127.0.0.1:9") == spool.Delivered()
     assert spool.deliver_leftovers(tmp_path / "missing", "http://127.0.0.1:9") == spool.Delivered()
@@ -191,11 +192,45 @@ def test_kill_9_loses_at_most_the_unsynced_and_counts_it(connected: bool, tmp_pa
         report = health(collector)
         assert stored == list(range(len(stored)))
         assert report[names.DROPPED_CRASH] == done.lost
+        assert done.torn_batches <= 1
         assert report[names.EMITTED] >= emitted
         assert len(collector.events()) - 1 + done.lost == report[names.EMITTED]  # the report came after the death
         assert 0 < done.lost < 5000
         assert list(tmp_path.iterdir()) == []
         assert counts.of_killed(report[names.PRODUCER]) is None
+
+
+def test_the_real_collector_stores_each_item_once_through_two_kills(tmp_path: Path) -> None:
+    """kill -9 of the collector, then of the producer: in the store, items plus the reported loss equal the emitted."""
+    path = tmp_path / "store.duckdb"
+    first = start_process(path, os.getpid())
+    process = producer(tmp_path / "spool", first.http)
+    assert process.stdout is not None
+    while int(process.stdout.readline()) < 10_000:
+        pass
+    time.sleep(0.5)
+    os.kill(first.pid, signal.SIGKILL)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    second = start_process(path, os.getpid())
+    try:
+        done = spool.deliver_leftovers(tmp_path / "spool", second.http)
+        assert (done.remaining, done.rejected) == (0, 0)
+        rows = store.query(
+            "SELECT count(*) AS n, count(DISTINCT json_extract(log_attributes, '$.index')) AS different FROM otel_logs "
+            "WHERE event_name = 'e'",
+            store=path,
+        ).to_pylist()[0]
+        assert rows["n"] == rows["different"] > 5000
+        report = store.query("SELECT * FROM producer_health ORDER BY time_ns DESC LIMIT 1", store=path).to_pylist()[0]
+        periodic = store.query("SELECT count(*) - 1 AS n FROM producer_health", store=path).to_pylist()[0]["n"]
+        assert report["dropped_crash"] == done.lost > 0
+        assert rows["n"] + periodic + report["dropped_crash"] == report["emitted"]
+        assert report["sent"] == rows["n"] + periodic
+        assert (report["run_id"], report["service_name"]) == ("run-1", "rlinsight.controller")
+    finally:
+        os.kill(second.pid, signal.SIGTERM)
 
 
 def test_two_deliverers_share_no_folder(tmp_path: Path) -> None:

@@ -7,10 +7,13 @@ import os
 import random
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +21,7 @@ import pytest
 from rlinsight import exporter, names, telemetry
 from tests.scripted_collector import Collector, attributes, running
 
+TraceFunction = Any  # typeshed's own type is private
 SECRETS = ("swordfish-prompt", "swordfish-response", "swordfish-answer", "swordfish-seen", "swordfish-error", "swordf")
 
 
@@ -297,6 +301,35 @@ def test_a_hung_disk_costs_bounded_memory_and_no_time(tmp_path: Path) -> None:
         assert recorder.exporter.counts.dropped_queue >= 300 - exporter.QUEUE_BYTES // len(blob)
 
 
+def test_emitting_may_interrupt_emitting(collector: Collector, tmp_path: Path) -> None:
+    """An emit call at any line of another one, as a finalizer or signal handler makes it, neither hangs nor is lost."""
+    start(collector, tmp_path)
+    interruptions = 0
+
+    def interrupt(frame: FrameType, event: str, _: object) -> TraceFunction:
+        nonlocal interruptions
+        if event == "line":
+            interruptions += 1
+            telemetry.event("inner", {})
+        return interrupt
+
+    def trace(frame: FrameType, event: str, _: object) -> TraceFunction | None:
+        return interrupt if frame.f_code.co_filename == exporter.__file__ else None
+
+    def emit() -> None:
+        sys.settrace(trace)
+        telemetry.event("outer", {})
+        sys.settrace(None)
+
+    thread = threading.Thread(target=emit, daemon=True)
+    thread.start()
+    thread.join(5)
+    assert not thread.is_alive()
+    assert telemetry.shutdown(5)
+    assert (len(collector.events("outer")), len(collector.events("inner"))) == (1, interruptions)
+    assert interruptions > 5
+
+
 def test_a_signal_handler_may_emit(collector: Collector, tmp_path: Path) -> None:
     """Emitting from a signal handler that interrupts an emit call neither deadlocks nor loses an item."""
     start(collector, tmp_path)
@@ -344,6 +377,31 @@ def test_a_forked_child_is_silent_until_it_sets_up_itself(collector: Collector, 
     assert len(collector.events("from-child")) == 1
     assert collector.events("lost") == []
     assert len({request.producer for request in collector.requests}) == 2
+
+
+def test_a_fork_waits_for_no_lock_of_its_parent(tmp_path: Path) -> None:
+    """A child born while another thread is inside an emit call leaves its open span without hanging."""
+    start(None, tmp_path)
+    recorder = telemetry._recorder
+    assert recorder is not None
+    held, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with recorder.exporter._lock:
+            held.set()
+            release.wait()
+
+    with telemetry.span("parent"):
+        threading.Thread(target=hold, daemon=True).start()
+        held.wait()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(5)  # kills a child that hangs
+        else:
+            release.set()
+    if child == 0:
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_the_final_health_report_accounts_for_every_item(collector: Collector, tmp_path: Path) -> None:
