@@ -25,7 +25,7 @@ class SamplingParams:
     """How an engine samples one request."""
 
     max_new_tokens: int
-    temperature: float = 1.0
+    temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0
     top_k: int | None = None
     stop: tuple[str, ...] = ()
@@ -34,15 +34,18 @@ class SamplingParams:
 
 @dataclass(slots=True)
 class Turn:
-    """One generate request of a rollout. Model output is never re-tokenised."""
+    """One generate request of a rollout, as the engine answered it. Model output is never re-tokenised."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]  # [P]
-    token_ids: list[int]  # [T] sampled, the end-of-turn token included when one was sampled
-    rollout_log_probs: list[float]  # [T] under the distribution that was sampled from
-    text: str
+    token_ids: list[int]  # [T] sampled, T >= 1 unless aborted; the end-of-turn token included when one was sampled
+    rollout_log_probs: list[float]  # [T] at the sampling temperature, over the whole vocabulary
+    text: str  # special tokens left out
     finish_reason: FinishReason
-    policy_version: int
+    policy_version: int  # of the weights that sampled it
+    num_cached_tokens: int  # prompt tokens taken from another request's KV cache
+    start_ns: int  # unix time of arrival at the engine
+    end_ns: int
 
 
 @dataclass(slots=True)
@@ -56,12 +59,16 @@ class Rollout:
     turns: list[Turn]
     carrier: dict[str, str]  # W3C trace context of the rollout's own trace
     reward: float | None = None
-    components: dict[str, float] = field(default_factory=dict)  # reward components before their weights
 
     @property
     def response_text(self) -> str:
         """Text of all turns."""
         return "".join(turn.text for turn in self.turns)
+
+    @property
+    def policy_version(self) -> int:
+        """Oldest weights that sampled a token of it."""
+        return min(turn.policy_version for turn in self.turns)
 
     @property
     def num_response_tokens(self) -> int:

@@ -84,7 +84,10 @@ class DataSection(Section):
 class _RewardFunction(Section):
     name: str | None = Field(None, description="component name in the trace; the type (or function name) when unset")
     weight: float = Field(1.0, description="weight in the rollout's reward")
-    timeout_s: float = Field(10.0, gt=0, description="longest time one call may take")
+
+
+class _TimedReward(_RewardFunction):
+    timeout_s: float = Field(10.0, gt=0, description="longest time one call may take; then it is killed")
 
 
 class NumericReward(_RewardFunction):
@@ -94,13 +97,13 @@ class NumericReward(_RewardFunction):
     tolerance: float = Field(1e-6, ge=0, description="largest relative difference that still counts as equal")
 
 
-class MathVerifyReward(_RewardFunction):
+class MathVerifyReward(_TimedReward):
     """1 when math-verify finds the response's final expression equivalent to the answer, else 0."""
 
     type: Literal["math_verify"]
 
 
-class RegexReward(_RewardFunction):
+class RegexReward(_TimedReward):
     """1 when the pattern is found in the response (format checks), else 0."""
 
     type: Literal["regex"]
@@ -118,13 +121,13 @@ class RegexReward(_RewardFunction):
         return self
 
 
-class TaskReward(_RewardFunction):
+class TaskReward(_TimedReward):
     """The reasoning_gym task's own score of the response, in [0, 1]."""
 
     type: Literal["reasoning_gym"]
 
 
-class FunctionReward(_RewardFunction):
+class FunctionReward(_TimedReward):
     """A function of yours: ``def score(prompt, response, answer, **columns) -> float``, plain or async.
 
     It returns a number, or a mapping of component name to number; the components then stand in the trace by name.
@@ -150,7 +153,7 @@ class RewardSection(Section):
         "fail",
         description="a component that raises, times out or returns NaN stops the run, or counts as 0 and is recorded",
     )
-    num_threads: int = Field(4, ge=1, description="calls in flight at once")
+    concurrency: int = Field(4, ge=1, description="calls in flight at once; a process each, async functions share one")
 
     @model_validator(mode="after")
     def _component_names_differ(self) -> RewardSection:
@@ -200,7 +203,7 @@ class AlgorithmSection(Section):
         description="how per-token losses become one number; over the whole step, whatever the micro-batches",
     )
     kl_coef: float = Field(0.0, ge=0, description="weight of the KL loss to the frozen reference; 0 loads no reference")
-    kl_estimator: Literal["k1", "k2", "k3"] = Field(
+    kl_estimator: Literal["k2", "k3"] = Field(
         "k3", description="KL estimator of the loss (joschu.net/blog/kl-approx)"
     )
     num_epochs: int = Field(1, ge=1, description="passes over the step's rollouts")

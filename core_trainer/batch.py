@@ -1,0 +1,91 @@
+"""From scored rollouts to the samples of an update: advantages, masks, weights, mini-batches. Pure, no I/O."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from core_trainer.algorithms import advantages as advantage_functions
+from core_trainer.algorithms.aggregation import token_weights
+from core_trainer.batching import TrainSample
+from core_trainer.types import Rollout
+from rlinsight.config import AlgorithmSection
+
+
+def step_advantages(rollouts: Sequence[Rollout], algorithm: AlgorithmSection) -> Tensor:
+    """Advantage of each rollout, [B] float64, in their order."""
+    index = {group: i for i, group in enumerate(dict.fromkeys(rollout.group_id for rollout in rollouts))}
+    groups = torch.tensor([index[rollout.group_id] for rollout in rollouts])
+    rewards = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64)
+    return advantage_functions.grpo(rewards, groups, algorithm.normalize_by_std)
+
+
+def to_samples(rollouts: Sequence[Rollout], advantages: Tensor) -> list[TrainSample]:
+    """Samples in the order of ``rollouts``; every sampled token is trained on with its rollout's advantage.
+
+    A rollout of one turn, which is all there is so far: its tokens follow its prompt.
+    """
+    samples = []
+    for rollout, advantage in zip(rollouts, advantages.tolist(), strict=True):
+        (turn,) = rollout.turns
+        length = len(turn.token_ids)
+        samples.append(
+            TrainSample(
+                rollout_id=rollout.rollout_id,
+                group_id=rollout.group_id,
+                prompt_token_ids=np.asarray(turn.prompt_token_ids, dtype=np.int64),
+                token_ids=np.asarray(turn.token_ids, dtype=np.int64),
+                loss_mask=np.ones(length, dtype=bool),
+                rollout_log_probs=np.asarray(turn.rollout_log_probs, dtype=np.float32),
+                policy_version=turn.policy_version,
+                advantages=np.full(length, advantage, dtype=np.float32),
+                turns=[(0, 0, length)],
+                carrier=rollout.carrier,
+            )
+        )
+    return samples
+
+
+def attach(samples: Sequence[TrainSample], name: str, parts: Sequence[Sequence[np.ndarray]]) -> None:
+    """Set a per-token array of each sample from the ranks' results, which come in the order of ``samples``."""
+    arrays = [array for part in parts for array in part]
+    for sample, array in zip(samples, arrays, strict=True):
+        setattr(sample, name, array)
+
+
+def split_groups(samples: Sequence[TrainSample], parts: int) -> list[list[TrainSample]]:
+    """Cut samples into contiguous parts of whole groups, group counts as equal as they can be."""
+    groups: dict[str, list[TrainSample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.group_id, []).append(sample)
+    bounds = np.linspace(0, len(groups), parts + 1).round().astype(int)
+    ordered = list(groups.values())
+    return [[s for group in ordered[a:b] for s in group] for a, b in itertools.pairwise(bounds)]
+
+
+def mini_batches(
+    ranks: Sequence[Sequence[TrainSample]], algorithm: AlgorithmSection, seed: tuple[int, ...]
+) -> Iterator[list[list[TrainSample]]]:
+    """One list per rank for each optimizer step, with token weights over all ranks set.
+
+    Each rank's groups are shuffled (by ``seed``) and cut into ``num_mini_batches``; with one mini-batch order is kept.
+    """
+    cut = [_shuffled_parts(samples, algorithm.num_mini_batches, (*seed, rank)) for rank, samples in enumerate(ranks)]
+    for parts in zip(*cut, strict=True):
+        flat = [sample for part in parts for sample in part]
+        lengths = torch.tensor([int(sample.loss_mask.sum()) for sample in flat])
+        for sample, weight in zip(flat, token_weights(lengths, algorithm.aggregation).tolist(), strict=True):
+            sample.token_weight = weight
+        yield list(parts)
+
+
+def _shuffled_parts(samples: Sequence[TrainSample], count: int, seed: tuple[int, ...]) -> list[list[TrainSample]]:
+    if count == 1:
+        return [list(samples)]
+    groups = split_groups(samples, len({sample.group_id for sample in samples}))
+    order = np.random.default_rng(seed).permutation(len(groups))
+    return split_groups([sample for i in order for sample in groups[i]], count)

@@ -1,0 +1,101 @@
+"""Everything a run needs before its first step: Ray, data, and the worker groups; and all of it stopped again."""
+
+from __future__ import annotations
+
+import signal
+from types import TracebackType
+from typing import Self
+
+import ray
+import torch
+
+from core_trainer import checkpoint, models
+from core_trainer.data import PromptSampler, load_prompts
+from core_trainer.job import Job, Reporter
+from core_trainer.workers.policy import PolicyWorker
+from core_trainer.workers.reference import ReferenceWorker
+from core_trainer.workers.reward import RewardWorker
+from core_trainer.workers.worker_group import WorkerGroup, free_port
+from rlinsight import names, telemetry
+from rlinsight.config import Config
+
+ABORT_TIMEOUT_S = 2.0  # how long workers may take to deliver telemetry when the run is cut short
+CLOSE_TIMEOUT_S = 15.0
+
+
+class Cluster:
+    """Worker groups and data of one attempt. A context manager: on exit every worker is gone and Ray is down."""
+
+    policy: WorkerGroup
+    reference: WorkerGroup | None = None
+    reward: WorkerGroup
+    sampler: PromptSampler
+    step = 0  # last step of the checkpoint this attempt starts from
+    policy_version = 0
+
+    def __init__(self, config: Config, job: Job, reporter: Reporter) -> None:
+        self.config, self.job, self.reporter = config, job, reporter
+        self._groups: list[WorkerGroup] = []
+
+    def __enter__(self) -> Self:
+        try:
+            with telemetry.span(names.SETUP, announce=True):
+                self._start()
+        except BaseException:
+            self._stop(ABORT_TIMEOUT_S)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop(CLOSE_TIMEOUT_S if kind is None else ABORT_TIMEOUT_S)
+
+    def _start(self) -> None:
+        config, job, say = self.config, self.job, self.reporter.stage
+        state = checkpoint.read_state(job.resume) if job.resume else None
+        say(f"model {config.model.source}")
+        model_dir = models.resolve(config.model)
+        tokenizer = models.load_tokenizer(model_dir)
+        say(f"data {config.data.train}")
+        prompts = load_prompts(config.data, tokenizer, config.run.seed)
+        trainer = config.trainer
+        self.sampler = PromptSampler(prompts, trainer.prompts_per_step, config.run.seed, config.data.shuffle)
+        say("workers")
+        self._start_ray()
+        resource = {names.ALGORITHM: config.algorithm.name, names.MODEL: config.model.source}
+        workers = trainer.num_workers
+        gpus = 1.0 if torch.cuda.is_available() else 0.0  # untested
+        self.reward = self._spawn(WorkerGroup(RewardWorker, "reward", 1, job, config, resource))
+        port = free_port() if workers > 1 else None
+        self.policy = self._spawn(
+            WorkerGroup(PolicyWorker, "policy", workers, job, config, resource, model_dir, port, num_gpus=gpus)
+        )
+        if config.algorithm.kl_coef:
+            self.reference = self._spawn(
+                WorkerGroup(ReferenceWorker, "reference", workers, job, config, resource, model_dir)
+            )
+        for group in self._groups:
+            group.wait_ready()
+        if state is not None:
+            self.step = state.step
+            self.sampler.load_state_dict(state.sampler)
+            self.policy_version = self.policy.call("version")[0]
+        self.policy.call("sync_weights")
+
+    def _spawn(self, group: WorkerGroup) -> WorkerGroup:
+        self._groups.append(group)
+        return group
+
+    def _start_ray(self) -> None:
+        """A local Ray, or the cluster RAY_ADDRESS names."""
+        handler = signal.getsignal(signal.SIGTERM)
+        ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR", configure_logging=False)
+        signal.signal(signal.SIGTERM, handler)  # ray.init takes it; stopping is launch's business
+
+    def _stop(self, timeout_s: float) -> None:
+        for group in reversed(self._groups):
+            group.close(timeout_s)
+        self._groups.clear()
+        if ray.is_initialized():
+            ray.shutdown()

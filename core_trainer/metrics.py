@@ -1,0 +1,135 @@
+"""Step metrics: sums that merge over micro-batches, mini-batches and ranks, and their reduction to names.METRICS.
+
+Every mean here is weighted by what it says it counts (tokens, rollouts or groups), never a mean of means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from core_trainer.types import Rollout
+from rlinsight import names
+
+
+@dataclass(slots=True)
+class TokenStats:
+    """Sums over loss tokens of an update; ``merge`` adds two."""
+
+    num_tokens: int = 0
+    policy_loss: float = 0.0  # already weighted: sums to the loss
+    kl_loss: float = 0.0  # already weighted
+    entropy: float = 0.0
+    policy_kl: float = 0.0
+    ref_kl: float = 0.0
+    rollout_kl: float = 0.0
+    rollout_gap: float = 0.0
+    num_clipped: int = 0
+    num_mismatched: int = 0
+    staleness: float = 0.0
+    ratio_max: float = 0.0
+    rollout_gap_max: float = 0.0
+
+    def merge(self, other: TokenStats) -> TokenStats:
+        """Sum of sums, maximum of maxima."""
+        merged = {}
+        for item in fields(self):
+            mine, theirs = getattr(self, item.name), getattr(other, item.name)
+            merged[item.name] = max(mine, theirs) if item.name.endswith("_max") else mine + theirs
+        return TokenStats(**merged)
+
+    def metrics(self, kl_coef: float, num_updates: int) -> dict[str, float | None]:
+        """Means per loss token, losses per optimizer step; None where there is none."""
+        policy_loss, kl_loss = self.policy_loss / num_updates, self.kl_loss / num_updates
+
+        def mean(total: float) -> float | None:
+            return total / self.num_tokens if self.num_tokens else None
+
+        return {
+            names.M_LOSS: policy_loss + kl_coef * kl_loss,
+            names.M_POLICY_LOSS: policy_loss,
+            names.M_KL_LOSS: kl_loss if kl_coef else None,
+            names.M_ENTROPY: mean(self.entropy),
+            names.M_POLICY_KL: mean(self.policy_kl),
+            names.M_REF_KL: mean(self.ref_kl) if kl_coef else None,
+            names.M_ROLLOUT_KL: mean(self.rollout_kl),
+            names.M_ROLLOUT_ABS: mean(self.rollout_gap),
+            names.M_ROLLOUT_MAX: self.rollout_gap_max,
+            names.M_MISMATCHED: float(self.num_mismatched),
+            names.M_CLIP_FRACTION: mean(self.num_clipped),
+            names.M_RATIO_MAX: self.ratio_max,
+            names.M_STALENESS: mean(self.staleness),
+        }
+
+
+def token_stats(
+    mask: Tensor,
+    log_probs: Tensor,
+    old: Tensor,
+    rollout: Tensor,
+    ref: Tensor | None,
+    entropy: Tensor,
+    ratio: Tensor,
+    clipped: Tensor,
+    staleness: Tensor,
+) -> TokenStats:
+    """Sums over the tokens where ``mask`` [M] is true; all other arguments [M], detached.
+
+    KLs are k3 in float64: in float32 k3 of nearly equal log-probs can come out negative.
+    """
+    if not bool(mask.any()):
+        return TokenStats()
+    log_probs, old, rollout = (x[mask].double() for x in (log_probs, old, rollout))
+    policy_gap, rollout_gap = log_probs - old, old - rollout
+    ref_kl = 0.0
+    if ref is not None:
+        d = log_probs - ref[mask].double()
+        ref_kl = float((torch.exp(-d) + d - 1).sum())
+    return TokenStats(
+        num_tokens=int(mask.sum()),
+        entropy=float(entropy[mask].double().sum()),
+        policy_kl=float((torch.exp(policy_gap) - policy_gap - 1).sum()),
+        ref_kl=ref_kl,
+        rollout_kl=float((torch.exp(rollout_gap) - rollout_gap - 1).sum()),
+        rollout_gap=float(rollout_gap.abs().sum()),
+        num_clipped=int(clipped[mask].sum()),
+        num_mismatched=int((rollout_gap != 0).sum()),
+        staleness=float(staleness[mask].double().sum()),
+        ratio_max=float(ratio[mask].max()),
+        rollout_gap_max=float(rollout_gap.abs().max()),
+    )
+
+
+def rollout_metrics(rollouts: Sequence[Rollout], advantages: Tensor) -> dict[str, float | None]:
+    """Rewards, lengths and group signal of a step. ``rollouts`` are scored; advantages [B] in their order."""
+    rewards = np.array([rollout.reward for rollout in rollouts], dtype=np.float64)
+    lengths = np.array([rollout.num_response_tokens for rollout in rollouts])
+    groups: dict[str, list[float]] = {}
+    for rollout, reward in zip(rollouts, rewards, strict=True):
+        groups.setdefault(rollout.group_id, []).append(float(reward))
+    return {
+        names.M_REWARD_MEAN: float(rewards.mean()),
+        names.M_REWARD_STD: float(rewards.std(ddof=1)) if len(rewards) > 1 else None,
+        names.M_REWARD_MAX: float(rewards.max()),
+        names.M_REWARD_MIN: float(rewards.min()),
+        names.M_ZERO_VARIANCE: float(np.mean([len(set(values)) == 1 for values in groups.values()])),
+        names.M_ADVANTAGE_ABS: float(advantages.abs().mean()),
+        names.M_LENGTH_MEAN: float(lengths.mean()),
+        names.M_LENGTH_MAX: float(lengths.max()),
+        names.M_TRUNCATED: float(np.mean([rollout.finish_reason == "length" for rollout in rollouts])),
+        names.M_PROMPT_LENGTH: float(np.mean([len(rollout.prompt.token_ids) for rollout in rollouts])),
+    }
+
+
+WEIGHTS = {  # what each mean or sum counted; the rest are per step
+    **dict.fromkeys(
+        (m for m in names.METRICS if m.startswith(("reward/", "response_length/", "prompt_length/"))), "rollout"
+    ),
+    **dict.fromkeys((m for m in names.METRICS if m.startswith("policy/")), "token"),
+    names.M_ADVANTAGE_ABS: "rollout",
+    names.M_ZERO_VARIANCE: "group",
+}

@@ -1,0 +1,34 @@
+"""What the trainer asks of a rollout engine, whichever it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from core_trainer.types import SamplingParams, Turn
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One sequence to sample: token ids in, token ids and log-probs out. Batching is the engine's business."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+
+
+class RolloutEngine(Protocol):
+    """Asynchronous and per request."""
+
+    name: str
+
+    async def generate(self, request: GenerateRequest) -> Turn:
+        """Sample one request. An aborted one returns what it has, with finish_reason abort.
+
+        Raises RlinsightError when the engine cannot take the request or fails while sampling it.
+        """
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """Stop a request; unknown ids are ignored, since it may have just finished."""
+        ...

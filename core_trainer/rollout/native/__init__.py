@@ -1,0 +1,1 @@
+"""The native rollout engine: continuous batching inside the policy worker, on the weights that are being trained."""

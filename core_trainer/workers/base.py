@@ -1,0 +1,66 @@
+"""What every worker process has: its place in the group, telemetry, threads, and one entry point for remote calls."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from core_trainer.job import Job
+from rlinsight import names, telemetry
+from rlinsight.config import TelemetrySection
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a worker stands in its group."""
+
+    role: str
+    rank: int
+    world_size: int
+
+    @property
+    def lane(self) -> str:
+        """Row of the timeline."""
+        return f"{self.role}/{self.rank}"
+
+
+class Worker:
+    """Base of the Ray actors. Subclasses take ``(place, job, telemetry section, ...)`` and add public methods."""
+
+    def __init__(self, place: Place, job: Job, section: TelemetrySection, resource: dict[str, str]) -> None:
+        self.place = place
+        telemetry.setup(
+            place.role,
+            spool_dir=job.spool_dir,
+            run_id=job.run_id,
+            attempt=job.attempt,
+            endpoint=job.collector,
+            rank=place.rank,
+            world_size=place.world_size,
+            text=section.text,
+            token_arrays=section.token_arrays,
+            spool_bytes=section.spool_bytes,
+            resource=resource,
+        )
+
+    def execute(self, method: str, carrier: dict[str, str], step: int | None, args: tuple[Any, ...]) -> Any:
+        """Run one method as a span under the caller's."""
+        call = telemetry.span(names.WORKER_CALL, {names.METHOD: method}, carrier=carrier, announce=True)
+        with telemetry.step_context(step), call:
+            return getattr(self, method)(*args)
+
+    def ready(self) -> int:
+        """Process id, once construction is done."""
+        return os.getpid()
+
+    def close(self) -> bool:
+        """Deliver what is recorded; True if the collector has all of it."""
+        return telemetry.shutdown()
+
+
+def use_threads(world_size: int) -> None:
+    """Share the machine's cores among the ranks on it. Ray starts workers with one thread each."""
+    import torch
+
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))

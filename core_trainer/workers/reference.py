@@ -1,0 +1,35 @@
+"""The reference worker: the frozen policy that the KL loss is measured from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from core_trainer import attention, models
+from core_trainer.batching import TrainSample
+from core_trainer.forward import sample_log_probs
+from core_trainer.job import Job
+from core_trainer.workers.base import Place, Worker, use_threads
+from rlinsight import names, telemetry
+from rlinsight.config import Config
+
+
+class ReferenceWorker(Worker):
+    """One data-parallel rank of the reference, in the compute dtype."""
+
+    def __init__(self, place: Place, job: Job, config: Config, resource: dict[str, str], model_dir: Path) -> None:
+        super().__init__(place, job, config.telemetry, resource)
+        use_threads(place.world_size)
+        self.temperature = config.rollout.temperature
+        self.micro_batch_tokens = config.trainer.micro_batch_tokens
+        with telemetry.span(names.LOAD_MODEL, {names.PATH: str(model_dir)}):
+            model = models.load_model(model_dir, models.compute_dtype(config.model.compute_dtype))
+            self.model = model.to("cuda" if torch.cuda.is_available() else "cpu")  # cuda is untested
+            attention.enable(self.model)
+
+    def log_probs(self, samples: Sequence[TrainSample]) -> list[np.ndarray]:
+        """Log-probs [T] of each sample's tokens."""
+        return sample_log_probs(self.model, samples, self.temperature, self.micro_batch_tokens)
