@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -78,6 +79,9 @@ def train(
                     f"stopped by {signal.Signals(signals.received).name}",
                 )
         _say(console, progress.summary(summary, _linked(config.telemetry.store, run.run_id), config.telemetry.store))
+        if not end.delivered:
+            where = shlex.join([str(run.spool), "--store", str(config.telemetry.store)])
+            _say(console, [f"telemetry is left on disk; bring it into the store with: rlinsight ingest {where}"])
     return end.exit_code
 
 
@@ -122,8 +126,9 @@ def collector(path: Path) -> Iterator[store.Endpoint]:
     try:
         yield endpoint
     finally:
-        if _own(endpoint, "DELETE") == []:
-            _wait_for_exit(endpoint.pid)
+        current = store.read_endpoint(path)  # not the first one when that died under way
+        if current is not None and _own(current, "DELETE") == []:
+            _wait_for_exit(current.pid)
 
 
 def _own(endpoint: store.Endpoint, method: Literal["POST", "DELETE"]) -> list[int] | None:
@@ -158,6 +163,7 @@ class _End:
     status: str = "failed"
     exit_code: int = 0
     reason: str | None = None
+    delivered: bool = True
 
 
 @contextmanager
@@ -186,8 +192,21 @@ def _recorded(config: Config, job: Job, collector_url: str) -> Iterator[_End]:
     finally:
         attributes: dict[str, Any] = {names.STATUS: end.status, names.EXIT_CODE: end.exit_code}
         telemetry.event(names.RUN_END, attributes | ({names.REASON: end.reason} if end.reason else {}))
-        telemetry.shutdown(DELIVERY_TIMEOUT_S)
-        spool.deliver_leftovers(job.spool_dir, collector_url, LEFTOVERS_TIMEOUT_S)  # of killed workers
+        end.delivered = _deliver(config.telemetry.store, job.spool_dir)
+
+
+def _deliver(path: Path, spool_dir: Path) -> bool:
+    """End this process's telemetry and bring in what killed workers left; with a new collector if the first one died.
+
+    True when nothing is left on disk. Never fails a run that has trained.
+    """
+    endpoint = store.read_endpoint(path)
+    telemetry.shutdown(DELIVERY_TIMEOUT_S if endpoint else 0.0)
+    try:
+        endpoint = endpoint or start_process(path, os.getpid())
+    except CollectorError:
+        return False
+    return spool.deliver_leftovers(spool_dir, endpoint.http, LEFTOVERS_TIMEOUT_S).remaining == 0
 
 
 def _start_attributes(config: Config, job: Job) -> dict[str, Any]:

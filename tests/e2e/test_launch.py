@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -186,6 +187,42 @@ def test_a_killed_run_leaves_no_collector_and_its_spool_is_delivered_later(place
     assert place.query("select step from step_metrics where name = 'after/the/collector'") == [{"step": 2}]
 
 
+def test_a_collector_that_dies_costs_nothing(place: Place) -> None:
+    """Training goes on without it, and the end of the run brings the record in through a new one."""
+    place.write(total_steps=8)
+    process = place.start("slow")
+    place.wait_for(lambda: place.store.exists() and _steps(place))
+    endpoint = store.read_endpoint(place.store)
+    assert endpoint is not None
+    os.kill(endpoint.pid, signal.SIGKILL)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "left on disk" not in out
+    [run] = place.query("select status, steps_done from runs")
+    assert run == {"status": "finished", "steps_done": 8}
+    assert place.query("select count(*) as n from steps") == [{"n": 8}]
+    assert place.processes() == []
+
+
+def test_a_store_that_dies_with_its_collector_still_lets_the_run_finish(place: Place) -> None:
+    """When no collector can start again the run exits 0 and prints the command that delivers later, which works."""
+    place.write(total_steps=8)
+    process = place.start("slow")
+    place.wait_for(lambda: place.store.exists() and _steps(place))
+    endpoint = store.read_endpoint(place.store)
+    assert endpoint is not None
+    os.kill(endpoint.pid, signal.SIGKILL)
+    kept = place.store.rename(place.store.with_name("kept"))
+    place.store.mkdir()
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    [command] = re.findall(r"with: rlinsight (ingest .*)", out)
+    place.store.rmdir()
+    kept.rename(place.store)
+    subprocess.run([Path(sys.executable).with_name("rlinsight"), *shlex.split(command)], check=True, timeout=60)
+    assert place.query("select count(*) as n from steps") == [{"n": 8}]
+
+
 def test_two_runs_share_one_collector(place: Place) -> None:
     """A second run becomes an owner of the collector that runs; the first gives up its share and leaves without it."""
     place.write(total_steps=8)
@@ -197,6 +234,19 @@ def test_two_runs_share_one_collector(place: Place) -> None:
     assert _owners(endpoint) == [second.pid]
     assert second.wait(timeout=30) == 0
     assert place.query("select count(*) as n from runs where status = 'finished' and steps_done = 8") == [{"n": 2}]
+
+
+def test_a_collector_started_by_hand_outlives_the_runs_that_join_it(place: Place) -> None:
+    """`rlinsight collect` serves until it is stopped, and then ends with exit code 0."""
+    script = Path(sys.executable).with_name("rlinsight")
+    command = [script, "collect", "--store", place.store, "--http-port", "0", "--grpc-port", "0"]
+    collector = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    endpoint = place.wait_for(lambda: store.read_endpoint(place.store))
+    assert place.run("finish")[0] == 0
+    assert _owners(endpoint) == [collector.pid]
+    collector.send_signal(signal.SIGTERM)
+    assert collector.wait(timeout=20) == 0
+    assert place.query("select status from runs") == [{"status": "finished"}]
 
 
 def _owners(endpoint: store.Endpoint) -> list[int]:
