@@ -32,6 +32,10 @@ class Name(str):
         REGISTRY[value] = self
         return self
 
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        """Other processes receive the plain string: their own registry has the name already."""
+        return str, (str(self),)
+
 
 def _resource(value: str, doc: str) -> Name:
     return Name(value, "resource", doc)
