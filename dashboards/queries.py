@@ -113,12 +113,12 @@ def open_spans(read: Read, run_id: str) -> Frame:
     )
 
 
-def curves(read: Read, run_id: str) -> Frame:
-    """Step metrics, one row per step; runs over MAX_POINTS steps are averaged, ``steps`` says over how many."""
+def curves(read: Read, run_id: str, points: int = MAX_POINTS) -> Frame:
+    """Step metrics, one row per step; runs over ``points`` steps are averaged, ``steps`` says over how many."""
     means = ", ".join(f"avg({name}) AS {name}" for name in METRICS)
     return read(
         f"""WITH m AS (SELECT * FROM train_metrics WHERE run_id = $run),
-                 w AS (SELECT greatest(1, ceil(count(*) / {MAX_POINTS}))::BIGINT AS width, min(step) AS first FROM m)
+                 w AS (SELECT greatest(1, ceil(count(*) / {int(points)}))::BIGINT AS width, min(step) AS first FROM m)
             SELECT max(step) AS step, count(*) AS steps, {means}
             FROM m, w GROUP BY (step - first) // width ORDER BY step""",
         {"run": run_id},
@@ -176,13 +176,13 @@ def step_walls(read: Read, run_id: str, first: int, last: int) -> Frame:
     )
 
 
-def spans(read: Read, run_id: str, first: int, last: int) -> Frame:
-    """Longest MAX_SPANS spans of the steps; ``total`` on each row is how many there are."""
+def spans(read: Read, run_id: str, first: int, last: int, limit: int = MAX_SPANS) -> Frame:
+    """Longest ``limit`` spans of the steps, open ones first; ``total`` on each row is how many there are."""
     return read(
         f"""SELECT name, phase, method, lane, step, span_id, parent_span_id, start_ns, end_ns, rollout_id, failed,
                    count(*) OVER () AS total
             FROM timeline WHERE run_id = $run AND step BETWEEN $first AND $last
-            ORDER BY coalesce(end_ns, start_ns + 1000000000000) - start_ns DESC LIMIT {MAX_SPANS}""",
+            ORDER BY coalesce(end_ns, start_ns + 1000000000000) - start_ns DESC LIMIT {int(limit)}""",
         {"run": run_id, "first": first, "last": last},
     )
 
@@ -321,13 +321,13 @@ def reward_components(read: Read, run_id: str, rollout_id: str) -> Frame:
     )
 
 
-def tokens(read: Read, run_id: str, rollout_id: str, start: int) -> Frame:
-    """At most MAX_TOKENS tokens of a rollout from position ``start``; ``total`` is how many it has."""
+def tokens(read: Read, run_id: str, rollout_id: str, start: int, limit: int = MAX_TOKENS) -> Frame:
+    """At most ``limit`` tokens of a rollout from position ``start``; ``total`` is how many it has."""
     return read(
         f"""SELECT turn_index, pos, token_id, piece, rollout_log_prob, old_log_prob, log_prob, ref_log_prob, entropy,
                    advantage, in_loss, clipped, count(*) OVER () AS total
             FROM tokens WHERE run_id = $run AND rollout_id = $rollout
-            ORDER BY turn_index, pos LIMIT {MAX_TOKENS} OFFSET $start""",
+            ORDER BY turn_index, pos LIMIT {int(limit)} OFFSET $start""",
         {"run": run_id, "rollout": rollout_id, "start": start},
     )
 

@@ -19,7 +19,7 @@ DEFAULT_STORE = "runs/rlinsight.duckdb"
 
 def store_path() -> Path:
     """``--store`` of the command line, else $RLINSIGHT_STORE, else the default of a run."""
-    parser = argparse.ArgumentParser(add_help=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--store", default=os.environ.get(STORE_VARIABLE, DEFAULT_STORE))
     return Path(parser.parse_known_args(sys.argv[1:])[0].store)
 

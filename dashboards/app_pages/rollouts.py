@@ -73,12 +73,15 @@ def _filters(choices: Row) -> tuple[RolloutFilter, str]:
 def _table(view: View, chosen: RolloutFilter, sort: str, counts: Row) -> None:
     pages = -(-int(counts["n"]) // PAGE)
     with st.container(horizontal=True, vertical_alignment="center", horizontal_alignment="distribute"):
-        st.caption(
-            f"**{int(counts['n']):,}** rollouts · mean reward {number(counts['reward'])} · mean length "
-            f"{number(counts['tokens'])} tokens · {percent(counts['truncated'])} truncated"
-        )
+        summary = st.empty()
         page = st.pagination(pages, key="page") if pages > 1 else 1
     rows = queries.rollout_page(view.read, view.run_id, chosen, sort, PAGE, min(page, pages))
+    silent = rows["prompt"].isna().all() and rows["response"].isna().all()
+    summary.caption(
+        f"**{int(counts['n']):,}** rollouts · mean reward {number(counts['reward'])} · mean length "
+        f"{number(counts['tokens'])} tokens · {percent(counts['truncated'])} truncated"
+        + (" · texts were not captured" if silent else "")
+    )
     opened = state.get("rollout")
     shown = rows.assign(
         signal=rows["signal"].map(SIGNAL_LABEL), prompt=rows["prompt"].map(_line), response=rows["response"].map(_line)

@@ -61,7 +61,7 @@ def _answer(view: View, sql: str) -> None:
         return
     took = time.perf_counter() - began
     cut = table.num_rows > MAX_ROWS
-    table = table.slice(0, MAX_ROWS)
+    table = apart(table.slice(0, MAX_ROWS))
     with st.container(horizontal=True, vertical_alignment="center", gap="small"):
         more = f"first {MAX_ROWS:,} rows; `rlinsight sql` has no such cap" if cut else f"{table.num_rows:,} rows"
         st.caption(f"{more} · {table.num_columns} columns · {took * 1000:,.0f} ms")
@@ -72,12 +72,26 @@ def _answer(view: View, sql: str) -> None:
 
 
 def bounded(sql: str) -> str:
-    """``sql`` with at most MAX_ROWS + 1 rows, when it is a query a LIMIT can stand around; else as it is."""
-    text = sql.strip().rstrip(";").rstrip()
-    first = text.lstrip("( \n\t").split(None, 1)
-    if not first or first[0].lower() not in ("select", "with", "from", "values", "pivot", "unpivot"):
-        return text
-    return f"SELECT * FROM (\n{text}\n) LIMIT {MAX_ROWS + 1}"
+    """``sql`` with at most MAX_ROWS + 1 rows, when it is a query a LIMIT can stand around; else as it is.
+
+    Raises StoreError for what is not one reading statement, about the text as it was written.
+    """
+    store.check(sql)
+    wrapped = f"SELECT * FROM (\n{sql.strip().rstrip(';')}\n) LIMIT {MAX_ROWS + 1}"
+    try:
+        store.check(wrapped)
+    except StoreError:
+        return sql  # SHOW, EXPLAIN and the like; the store's own time and size limits hold
+    return wrapped
+
+
+def apart(table: pa.Table) -> pa.Table:
+    """The table with equal column names numbered: tables and files cannot hold two of one name."""
+    names: list[str] = []
+    for name in table.column_names:
+        taken = sum(other == name or other.startswith(f"{name}:") for other in names)
+        names.append(f"{name}:{taken}" if taken else name)
+    return table.rename_columns(names)
 
 
 def csv(table: pa.Table) -> bytes:
@@ -93,7 +107,9 @@ def parquet(table: pa.Table) -> bytes:
 
 
 def _catalog(catalog: Frame) -> None:
-    needle = st.text_input("Schema", placeholder="find a view or column", label_visibility="collapsed", live=True)
+    needle = st.text_input(
+        "Schema", key="needle", placeholder="find a view or column", label_visibility="collapsed", live=True
+    )
     st.html(schema.browser(catalog, needle or ""))
 
 

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import pandas as pd
+import pytest
+
+from dashboards import alerts
+
+RUNNING = pd.Series({"status": "running", "reason": None})
+NOTHING = pd.DataFrame(columns=["name", "lane", "step", "age_s", "usual_s"])
+
+
+def curves(**columns: float) -> pd.DataFrame:
+    return pd.DataFrame({name: [value] * 6 for name, value in columns.items()})
+
+
+def texts(run=RUNNING, frame=None, opened=NOTHING, linked=1.0, dropped=0) -> list[str]:
+    return [alert.text for alert in alerts.find(run, curves() if frame is None else frame, opened, linked, dropped)]
+
+
+def test_a_healthy_run_has_no_alert() -> None:
+    """Ordinary numbers stay silent."""
+    healthy = curves(
+        weights_changed=0.6,
+        response_length_truncated=0.1,
+        reward_zero_variance_groups=0.3,
+        clip_fraction=0.02,
+        rollout_kl=1e-6,
+    )
+    assert texts(frame=healthy) == []
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "word"),
+    [
+        ("weights_changed", 0.0001, "rounded away"),
+        ("response_length_truncated", 0.8, "max_new_tokens"),
+        ("reward_zero_variance_groups", 0.95, "teach nothing"),
+        ("clip_fraction", 0.5, "clipped"),
+        ("rollout_kl", 0.2, "disagree"),
+    ],
+)
+def test_training_rules(metric: str, value: float, word: str) -> None:
+    """Each rule speaks beyond its limit, and is silent when its metric is unknown."""
+    assert [word in text for text in texts(frame=curves(**{metric: value}))] == [True]
+    assert texts(frame=curves(**{metric: float("nan")})) == []
+
+
+def test_a_span_is_late_after_three_times_its_usual() -> None:
+    """Late spans are named with their age; unknown usual length waits five minutes."""
+    opened = pd.DataFrame(
+        {
+            "name": ["rl.train", "rl.sample", "rl.setup", "rl.sync"],
+            "lane": ["controller"] * 4,
+            "step": [4, 4, None, 4],
+            "age_s": [40.0, 20.0, 200.0, 301.0],
+            "usual_s": [10.0, 10.0, None, None],
+        }
+    )
+    found = texts(opened=opened)
+    assert ["rl.train" in found[0], "rl.sync" in found[1], len(found)] == [True, True, 2]
+
+
+def test_losses_and_holes_are_alerts() -> None:
+    """Dropped items and unlinked rows are told, the dropped ones first."""
+    found = alerts.find(RUNNING, curves(), NOTHING, 0.95, 12)
+    assert [(alert.level, alert.text[:2]) for alert in found] == [("bad", "12"), ("warn", "On")]
+
+
+def test_a_failed_run_says_why() -> None:
+    """The reason the run gave is in the alert."""
+    assert "KeyError" in texts(run=pd.Series({"status": "failed", "reason": "raised KeyError"}))[0]

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dashboards import examples, queries
+from dashboards.queries import RolloutFilter
+from dashboards.reader import read_now
+from rlinsight import store as stores
+from tests.dashboards.conftest import BARE, EMPTY, FAILED, MAIN, PRIVATE, RESUMED
+
+
+@pytest.fixture(scope="module")
+def read(store: Path) -> queries.Read:
+    return read_now(store)
+
+
+def one(store: Path, sql: str) -> Any:
+    return stores.query(sql, store=store).to_pylist()[0].popitem()[1]
+
+
+def all_questions(read: queries.Read, run: str) -> None:
+    """Ask everything the pages ask of a run."""
+    queries.versions(read, run)
+    for ask in (
+        queries.run_facts, queries.attempts, queries.linkage, queries.health, queries.open_spans, queries.curves,
+        queries.signals, queries.components, queries.rollout_choices,
+    ):  # fmt: skip
+        ask(read, run)
+    for ask in (queries.phase_seconds, queries.step_walls, queries.spans, queries.span_totals):
+        ask(read, run, 1, 3)
+    queries.rollout_page(read, run, RolloutFilter(), "newest", 10, 1)
+    queries.rollout_counts(read, run, RolloutFilter())
+
+
+@pytest.mark.parametrize("run", [MAIN, RESUMED, FAILED, PRIVATE, BARE, EMPTY, "no such run"])
+def test_every_question_has_an_answer_for_every_kind_of_run(read: queries.Read, run: str) -> None:
+    """No run, however incomplete, makes a query fail."""
+    all_questions(read, run)
+
+
+def test_runs_are_newest_first(read: queries.Read) -> None:
+    """The selector's order is by start."""
+    assert list(queries.runs(read)["run_id"]) == [MAIN, RESUMED, FAILED, PRIVATE, BARE, EMPTY]
+
+
+def test_long_runs_are_averaged_into_the_asked_number_of_points(read: queries.Read) -> None:
+    """12 steps in 4 points are 4 means of 3 steps each, and the last point stands at the last step."""
+    full, short = queries.curves(read, MAIN), queries.curves(read, MAIN, points=4)
+    assert list(short["step"]) == [3, 6, 9, 12]
+    assert list(short["steps"]) == [3, 3, 3, 3]
+    assert short["reward_mean"][1] == pytest.approx(full["reward_mean"][3:6].mean())
+
+
+def test_phase_seconds_add_up_to_the_step(read: queries.Read) -> None:
+    """Phases and the unattributed rest together are the step's wall time."""
+    phases = queries.phase_seconds(read, MAIN, 1, 12).groupby("step")["seconds"].sum()
+    walls = queries.step_walls(read, MAIN, 1, 12).set_index("step")["wall_s"]
+    assert phases.to_dict() == pytest.approx(walls.to_dict(), rel=1e-6)
+
+
+def test_redone_steps_count_once(read: queries.Read) -> None:
+    """Steps 5 and 6 were done twice around a resume: curves, phases and rollouts show the later ones only."""
+    assert list(queries.curves(read, RESUMED)["step"]) == list(range(1, 11))
+    assert len(queries.step_walls(read, RESUMED, 1, 10)) == 10
+    assert queries.rollout_counts(read, RESUMED, RolloutFilter(first=5, last=5))["n"][0] == 16
+
+
+def test_spans_are_capped_longest_first_and_the_total_is_told(read: queries.Read) -> None:
+    """With room for 5 spans the step itself is among them and ``total`` counts all."""
+    some, every = queries.spans(read, MAIN, 3, 3, limit=5), queries.spans(read, MAIN, 3, 3)
+    assert len(some) == 5 < len(every) == some["total"][0]
+    assert some["name"][0] == "rl.loop"
+
+
+FILTERS = [
+    (RolloutFilter(first=3, last=5), "step BETWEEN 3 AND 5"),
+    (RolloutFilter(min_reward=0.5), "reward >= 0.5"),
+    (RolloutFilter(max_reward=0.5), "reward <= 0.5"),
+    (RolloutFilter(finish=("stop",)), "finish_reason = 'stop'"),
+    (RolloutFilter(finish=("stop", "length")), "finish_reason IN ('stop', 'length')"),
+    (
+        RolloutFilter(signal=("mixed",)),
+        "group_id IN (SELECT group_id FROM groups g WHERE g.run_id = r.run_id AND signal = 'mixed')",
+    ),
+    (RolloutFilter(text="NUMBER"), "lower(prompt_text || response_text) LIKE '%number%'"),
+    (RolloutFilter(text="100%'; DROP"), "false"),
+]
+
+
+@pytest.mark.parametrize(("chosen", "same"), FILTERS)
+def test_filters_keep_what_their_sql_says(store: Path, read: queries.Read, chosen: RolloutFilter, same: str) -> None:
+    """Each filter counts the same rollouts as the condition written by hand; text is matched literally."""
+    expected = one(store, f"SELECT count(*) FROM rollouts r WHERE run_id = '{MAIN}' AND {same}")
+    assert queries.rollout_counts(read, MAIN, chosen)["n"][0] == expected
+
+
+@pytest.mark.parametrize("sort", queries.SORTS)
+def test_pages_partition_the_rollouts(read: queries.Read, sort: str) -> None:
+    """Pages of 100 hold every rollout exactly once, whatever the sort, each with its texts."""
+    pages = [queries.rollout_page(read, MAIN, RolloutFilter(), sort, 100, page) for page in (1, 2)]
+    ids = [rollout_id for page in pages for rollout_id in page["rollout_id"]]
+    assert len(ids) == len(set(ids)) == 192
+    assert all(page["response"].notna().all() for page in pages)
+
+
+def test_tokens_come_in_windows(read: queries.Read) -> None:
+    """Windows of 5 tokens join to the whole response, positions in order."""
+    rollout = queries.rollout_page(read, MAIN, RolloutFilter(), "longest", 1, 1)["rollout_id"][0]
+    total = int(queries.tokens(read, MAIN, rollout, 0)["total"][0])
+    seen = [pos for at in range(0, total, 5) for pos in queries.tokens(read, MAIN, rollout, at, limit=5)["pos"]]
+    assert seen == list(range(total))
+
+
+@pytest.mark.parametrize("example", examples.EXAMPLES, ids=lambda example: example.title[:30])
+def test_examples_run(store: Path, example: examples.Example) -> None:
+    """Every offered question is valid SQL, one statement, and names its columns apart."""
+    table = stores.query(example.sql_for(MAIN), store=store)
+    assert len(set(table.column_names)) == table.num_columns
+
+
+def test_run_ids_are_quoted_in_examples(store: Path) -> None:
+    """A run id with a quote in it cannot end the literal."""
+    assert stores.query(examples.EXAMPLES[0].sql_for("x' OR '1'='1"), store=store).num_rows == 0
+
+
+def test_only_queries_and_the_editor_hold_sql() -> None:
+    """SQL stands in queries.py and examples.py; no page builds its own."""
+    folder = Path(queries.__file__).parent
+    for path in [*folder.glob("*.py"), *folder.glob("app_pages/*.py")]:
+        found = re.findall(r"SELECT\s+[\w*]+[\s\S]{0,200}?\sFROM\s+\w+", path.read_text(encoding="utf-8"))
+        assert path.name in ("queries.py", "examples.py") or not found, (path, found)
