@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hmac
+import socket
 from collections.abc import Callable
 from concurrent import futures
-from typing import Any
 
 import grpc
-from google.protobuf.message import Message
 
 from collectors.intake import PRODUCER_HEADER, SEQ_HEADER, Intake
 from collectors.payload import MAX_BODY_BYTES, PROTOBUF, PayloadError, Signal
@@ -31,24 +30,22 @@ def serve(intake: Intake, host: str, port: int, token: str | None) -> tuple[grpc
     ]
     server = grpc.server(futures.ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="grpc"), options=options)
     for signal, service in _SERVICES.items():
-        # No deserializer: the batch id of a foreign sender is a hash of the bytes.
-        method = grpc.unary_unary_rpc_method_handler(
-            _export(intake, signal, token), response_serializer=Message.SerializeToString
-        )
+        # Bytes in and out: the batch id of a foreign sender is a hash of what it sent.
+        method = grpc.unary_unary_rpc_method_handler(_export(intake, signal, token))
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {"Export": method}),))
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
+        # Tried with a plain socket first: gRPC prints a page of its own when it cannot bind.
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
         bound = server.add_insecure_port(address)
-    except RuntimeError:
-        bound = 0
-    if not bound:
-        raise CollectorError(f"gRPC address {address} is taken or not of this machine; choose another --grpc-port")
+    except (OSError, OverflowError, RuntimeError) as error:
+        raise CollectorError(f"gRPC address {address}: {error}; choose another --grpc-port or --host") from None
     server.start()
     return server, bound
 
 
-def _export(intake: Intake, signal: Signal, token: str | None) -> Callable[[bytes, grpc.ServicerContext], Any]:
-    def export(body: bytes, context: grpc.ServicerContext) -> Any:
+def _export(intake: Intake, signal: Signal, token: str | None) -> Callable[[bytes, grpc.ServicerContext], bytes]:
+    def export(body: bytes, context: grpc.ServicerContext) -> bytes:
         metadata = {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}
         given = metadata.get("authorization", "").encode()
         if token is not None and not hmac.compare_digest(given, f"Bearer {token}".encode()):
@@ -61,7 +58,6 @@ def _export(intake: Intake, signal: Signal, token: str | None) -> Callable[[byte
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except (Overloaded, StoreFailed) as error:
             context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
-        else:
-            return accepted.response()
+        return accepted.response().SerializeToString()
 
     return export

@@ -60,7 +60,7 @@ def endpoint_path(store: Path) -> Path:
 
 
 def read_endpoint(store: Path) -> Endpoint | None:
-    """The live collector of a store, or None. A file left by a dead one counts as none, also when its pid was reused."""
+    """The live collector of a store, or None; a file left by a dead one counts as none, even with its pid reused."""
     try:
         endpoint = Endpoint(**json.loads(endpoint_path(store).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
