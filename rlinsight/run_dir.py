@@ -33,7 +33,7 @@ RESUMABLE_CHANGES = (
     "trainer.keep_checkpoints",
     "trainer.micro_batch_tokens",
     "rollout.max_batch_size",
-    "reward.num_threads",
+    "reward.concurrency",
     "telemetry",
 )
 
