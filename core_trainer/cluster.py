@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 from types import TracebackType
 from typing import Self
@@ -77,6 +78,7 @@ class Cluster:
             )
         for group in self._groups:
             group.wait_ready()
+        self.reward.call("check", prompts)
         if state is not None:
             self.step = state.step
             self.sampler.load_state_dict(state.sampler)
@@ -90,7 +92,7 @@ class Cluster:
     def _start_ray(self) -> None:
         """A local Ray, or the cluster RAY_ADDRESS names."""
         handler = signal.getsignal(signal.SIGTERM)
-        ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR", configure_logging=False)
+        ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
         signal.signal(signal.SIGTERM, handler)  # ray.init takes it; stopping is launch's business
 
     def _stop(self, timeout_s: float) -> None:

@@ -25,7 +25,8 @@ def log_probs(model: PreTrainedModel, batch: PackedBatch, temperature: float) ->
         .last_hidden_state[0]
         .index_select(0, batch.logit_rows)
     )
-    return token_log_probs(hidden, model.get_output_embeddings().weight, batch.targets, temperature)
+    weight = model.get_output_embeddings().weight  # type: ignore[union-attr]  # a causal model has an output layer
+    return token_log_probs(hidden, weight, batch.targets, temperature)
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -246,6 +247,13 @@ def _refuse(directory: Path, error: Exception) -> NoReturn:
             f"model {directory} needs Python code of its own, which is never run; use a model transformers has built in"
         ) from None
     raise ModelError(f"model {directory} cannot be loaded: {_one_line(error)}") from None
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], special: bool = False) -> str:
+    """Text of token ids, special tokens left out unless ``special``."""
+    text = tokenizer.decode(list(token_ids), skip_special_tokens=not special)
+    assert isinstance(text, str)  # a list only for a batch
+    return text
 
 
 def end_of_turn_ids(generation_config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

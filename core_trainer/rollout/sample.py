@@ -15,6 +15,7 @@ import numpy as np
 from core_trainer.rollout.engine import GenerateRequest, RolloutEngine
 from core_trainer.types import Prompt, Rollout, SamplingParams, Turn
 from rlinsight import names, telemetry
+from rlinsight.otlp import AttributeValue
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +145,8 @@ def _record_rollout(
     )
 
 
-def _request_attributes(turn: Turn, params: SamplingParams, model: str) -> dict[str, object]:
-    attributes: dict[str, object] = {
+def _request_attributes(turn: Turn, params: SamplingParams, model: str) -> dict[str, AttributeValue]:
+    attributes: dict[str, AttributeValue] = {
         names.OPERATION: "chat",
         names.REQUEST_MODEL: model,
         names.REQUEST_ID: turn.request_id,

@@ -56,8 +56,9 @@ class PolicyWorker(Worker):
     def _load(self, config: Config, model_dir: Path, resume: Path | None) -> None:
         """Masters from full-precision weights first, then the model itself in the compute dtype."""
         source = resume or model_dir
-        device = "cuda" if torch.cuda.is_available() else "cpu"  # cuda is untested
-        self.model = models.load_model(source, torch.float32).to(device)
+        self.model = models.load_model(source, torch.float32)
+        if torch.cuda.is_available():  # untested
+            self.model.cuda()
         compute_dtype = models.compute_dtype(config.model.compute_dtype)
         master_dtype = torch.float32 if config.model.master_dtype == "float32" else compute_dtype
         self.optimizer = MasterOptimizer(self.model, config.trainer, master_dtype)
@@ -77,7 +78,7 @@ class PolicyWorker(Worker):
 
     def sample(self, groups: Sequence[Group], params: SamplingParams) -> list[Rollout]:
         """Sample every rollout of the groups."""
-        piece = lru_cache(maxsize=None)(lambda token: self.tokenizer.decode([token]))
+        piece = lru_cache(maxsize=None)(lambda token: models.decode(self.tokenizer, [token], special=True))
         return asyncio.run(sample_rollouts(self.engine, groups, params, piece, self.place.lane, self.model_name))
 
     def log_probs(self, samples: Sequence[TrainSample]) -> list[np.ndarray]:

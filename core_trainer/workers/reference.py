@@ -26,8 +26,9 @@ class ReferenceWorker(Worker):
         self.temperature = config.rollout.temperature
         self.micro_batch_tokens = config.trainer.micro_batch_tokens
         with telemetry.span(names.LOAD_MODEL, {names.PATH: str(model_dir)}):
-            model = models.load_model(model_dir, models.compute_dtype(config.model.compute_dtype))
-            self.model = model.to("cuda" if torch.cuda.is_available() else "cpu")  # cuda is untested
+            self.model = models.load_model(model_dir, models.compute_dtype(config.model.compute_dtype))
+            if torch.cuda.is_available():  # untested
+                self.model.cuda()
             attention.enable(self.model)
 
     def log_probs(self, samples: Sequence[TrainSample]) -> list[np.ndarray]:

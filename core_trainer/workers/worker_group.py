@@ -64,7 +64,7 @@ class WorkerGroup:
         with suppress(Exception):  # a dead or hung worker has nothing more to say; its spool is delivered later
             ray.get([actor.close.remote() for actor in self._actors], timeout=timeout_s)
         for actor in self._actors:
-            ray.kill(actor)
+            ray.kill(actor)  # type: ignore[arg-type]  # an actor handle, by another name
 
     def _dispatch(self, method: str, args: Sequence[tuple[Any, ...]], step: int | None) -> list[Any]:
         carrier = telemetry.inject()

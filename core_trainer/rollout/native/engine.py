@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from core_trainer import models
 from core_trainer.attention import PrefillLayout
 from core_trainer.batching import prompt_layout
 from core_trainer.rollout.engine import GenerateRequest
@@ -66,6 +67,8 @@ class NativeEngine:
         self.max_batch_size = max_batch_size
         self.max_length = getattr(model.config, "max_position_embeddings", None)
         self.policy_version = 0
+        self._head = model.get_output_embeddings()
+        assert self._head is not None, "attention.enable checked that the model has an output layer"
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # running[i] owns cache slot i
         self._cache = KVCache(model.config, max_batch_size, model.dtype, model.device)
@@ -191,7 +194,7 @@ class NativeEngine:
 
     def _sample(self, sequences: list[Sequence], hidden: Tensor) -> None:
         """Append one token to each sequence from its last hidden state, [len(sequences), d]."""
-        logits = self.model.get_output_embeddings()(hidden)
+        logits = self._head(hidden)
         device, params = logits.device, [sequence.request.params for sequence in sequences]
         top_k = top_p = None
         if any(p.top_k for p in params):
@@ -241,7 +244,7 @@ class NativeEngine:
                 prompt_token_ids=sequence.request.prompt_token_ids,
                 token_ids=sequence.token_ids,
                 rollout_log_probs=sequence.log_probs,
-                text=self.tokenizer.decode(sequence.token_ids, skip_special_tokens=True),
+                text=models.decode(self.tokenizer, sequence.token_ids),
                 finish_reason=sequence.finish_reason,
                 policy_version=self.policy_version,
                 num_cached_tokens=sequence.num_cached_tokens,
