@@ -17,7 +17,7 @@ import psutil
 
 from rlinsight import schema
 from rlinsight.errors import CollectorError, StoreError
-from rlinsight.store import check, explain
+from rlinsight.store import check, explain, is_locked
 
 LOCK_WAIT_S = (
     15.0  # readers hold a file while their query runs, a leaving collector until it has drained and checkpointed
@@ -132,11 +132,10 @@ def _open(store: Path) -> duckdb.DuckDBPyConnection:
                 str(store), config={"autoinstall_known_extensions": "false", "autoload_known_extensions": "false"}
             )
         except duckdb.Error as error:
-            message = str(error).splitlines()[0]
-            if "lock" not in message.lower():
+            if not is_locked(error):
                 raise explain(store, error) from None
             if time.monotonic() > deadline:
-                holder = re.search(r"PID (\d+)", message)
+                holder = re.search(r"PID (\d+)", str(error))
                 who = f"process {holder[1]}" if holder and int(holder[1]) != os.getpid() else "another process"
                 raise CollectorError(f"{store} is in use by {who}; stop it or choose another --store") from None
             time.sleep(0.1)

@@ -144,9 +144,8 @@ def _ask_file(store: Path, sql: str, params: Params | None, timeout_s: float) ->
     try:
         con = duckdb.connect(str(store), read_only=True, config=config)
     except duckdb.Error as error:
-        message = str(error).splitlines()[0]
-        if "lock" in message.lower():
-            raise _HandOver(message) from None
+        if is_locked(error):
+            raise _HandOver(str(error).splitlines()[0]) from None
         raise explain(store, error) from None
     try:
         if schema.stored_version(con, store) is None:
@@ -154,6 +153,11 @@ def _ask_file(store: Path, sql: str, params: Params | None, timeout_s: float) ->
         return run(con, sql, params, timeout_s)
     finally:
         con.close()
+
+
+def is_locked(error: Exception) -> bool:
+    """Whether DuckDB could not open a file because another process has it."""
+    return "Could not set lock" in str(error)
 
 
 def explain(store: Path, error: duckdb.Error) -> StoreError:

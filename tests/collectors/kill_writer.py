@@ -1,7 +1,7 @@
 """Writes numbered batches into a store and is killed at random moments: STORE ACKS POINTS SEED.
 
-Each life resumes at the first batch without acknowledgement, as a spool does. A batch id is appended to ACKS only after its
-future resolved. Lives are forks of this process, so that each starts with everything imported.
+Each life resumes at the first batch without acknowledgement, as a spool does. A batch id is appended to ACKS only
+after its future resolved. Lives are forks of this process, so that each starts with everything imported.
 """
 
 from __future__ import annotations

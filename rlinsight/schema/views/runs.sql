@@ -6,7 +6,9 @@ WITH latest AS (
 ), done AS (
   SELECT run_id, count(*) AS steps_done, max(step) AS last_step FROM v_steps GROUP BY run_id
 ), reward AS (
-  SELECT run_id, arg_max(value, (step, attempt, time_ns)) AS last_reward FROM step_metrics WHERE name = 'reward/mean' GROUP BY run_id
+  SELECT m.run_id, arg_max(m.value, (m.step, m.attempt, m.time_ns)) AS last_reward
+  FROM step_metrics m LEFT JOIN lineage l ON l.run_id = m.run_id AND l.attempt = m.attempt
+  WHERE m.name = 'reward/mean' AND (l.valid_through_step IS NULL OR m.step <= l.valid_through_step) GROUP BY m.run_id
 )
 SELECT a.run_id, a.name, a.project, a.algorithm, a.model, a.status, a.attempts, to_time(a.first_started_ns) AS started, a.ended,
   a.last_seen, (coalesce(a.ended_ns, a.last_seen_ns) - a.first_started_ns) / 1e9 AS duration_s,
