@@ -70,7 +70,8 @@ def train(
                 with signals.graceful(progress):
                     summary = controller(config, job, progress)
                 end.status = summary.status
-            except KeyboardInterrupt:
+            except (KeyboardInterrupt, SystemExit):  # Ray turns signals into SystemExit while it starts
+                signals.received = signals.received or signal.SIGTERM
                 summary = progress.cut_short(run.newest_checkpoint())
                 end.status = "interrupted"
             if end.status == "interrupted":

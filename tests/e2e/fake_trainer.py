@@ -3,7 +3,8 @@
     python -m tests.e2e.fake_trainer CONFIG MODE [--resume]
 
 MODE says how it goes: ``finish``, ``slow`` (waits in each step), ``stuck`` (never asks whether to stop), ``fail`` (an
-error the user can act on), ``bug`` (any other), ``die`` (collector, then process are killed in the middle of a step).
+error the user can act on), ``bug`` (any other), ``exit`` (as Ray does on SIGTERM while it starts), ``die`` (collector,
+then process are killed in the middle of a step).
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ def _misbehave(mode: str, step: int, path: Path) -> None:
         time.sleep(0.3 if mode == "slow" else 60)
     elif mode == "fail" and step == 2:
         raise RewardError("reward numeric timed out; raise its timeout_s")
+    elif mode == "exit" and step == 2:
+        sys.exit(15)
     elif mode == "bug" and step == 2:
         raise ZeroDivisionError("a bug")
     elif mode == "die" and step == 2:

@@ -147,6 +147,14 @@ def test_sigterm_is_as_gentle_as_ctrl_c(place: Place) -> None:
     interrupted(place, signal.SIGTERM)
 
 
+def test_a_library_that_turns_sigterm_into_an_exit_makes_no_failure(place: Place) -> None:
+    """Ray takes SIGTERM while it starts and raises SystemExit; that is a stop like any other, with its exit code."""
+    code, out, _ = place.run("exit")
+    assert code == 128 + signal.SIGTERM
+    assert "interrupted at step 1/3" in out
+    assert place.query("select status, reason from runs") == [{"status": "interrupted", "reason": "stopped by SIGTERM"}]
+
+
 def interrupted(place: Place, number: signal.Signals) -> dict[str, Any]:
     """Stop a run of eight steps after its first with one signal, check how it ends, and return its row."""
     place.write(total_steps=8)
