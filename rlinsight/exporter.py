@@ -29,6 +29,7 @@ ITEM_BYTES = 15 * 1024**2  # a larger item could not be sent at all
 QUEUE_ITEMS = 100_000
 QUEUE_BYTES = 128 * 1024**2
 HEALTH_S = 5.0
+LAST_WORD_S = 0.5  # for the final report, to disk and then to the collector, when the time to deliver is used up
 
 _log = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class Exporter:
         self._bytes = 0
         # Reentrant too. An event asks for a flush, None says that a batch is full.
         self._wake: queue.SimpleQueue[threading.Event | None] = queue.SimpleQueue()
-        self._stop = threading.Event()
+        self._closing, self._stop = threading.Event(), threading.Event()  # of the writer, then of the sender
         self._writer = threading.Thread(target=self._write_loop, name="rlinsight-telemetry-writer", daemon=True)
         self._courier = threading.Thread(target=self._deliver, name="rlinsight-telemetry-sender", daemon=True)
         self._writer.start()
@@ -105,11 +106,12 @@ class Exporter:
         """Flush, report the final counts, stop. True if the collector has everything that was ever emitted."""
         deadline = time.monotonic() + timeout_s
         self.flush(timeout_s)
-        self._report_health()
-        self.flush(max(deadline - time.monotonic(), 0.5))  # to disk at least
-        self._stop.set()
+        self._closing.set()
         self._wake.put(None)
-        self._writer.join(max(deadline - time.monotonic(), 0.5))
+        self._writer.join(max(deadline - time.monotonic(), LAST_WORD_S))
+        if self._segments is not None and self._sender is not None:
+            self._segments.wait_settled(self._segments.committed_seq, max(deadline - time.monotonic(), LAST_WORD_S))
+        self._stop.set()
         if self._segments is None or self._writer.is_alive():
             return False  # a disk that hangs keeps its files: closing them under a write could hit another file
         counts.remove(self._producer)
@@ -124,7 +126,7 @@ class Exporter:
 
     def _write_loop(self) -> None:
         next_health = time.monotonic() + HEALTH_S
-        while not self._stop.is_set():
+        while not self._closing.is_set():
             flushes = self._wait()
             if time.monotonic() >= next_health:
                 self._report_health()
@@ -132,6 +134,8 @@ class Exporter:
             self._drain()
             for written in flushes:
                 written.set()
+        self._report_health()
+        self._drain()
 
     def _wait(self) -> list[threading.Event]:
         """Sleep until a batch is due; returns the flushes that wait for it."""
