@@ -233,6 +233,12 @@ def load_model(directory: Path, dtype: torch.dtype, attn_implementation: str = "
     return model
 
 
+def to_accelerator(model: PreTrainedModel) -> None:
+    """Move a model to the GPU where there is one (untested)."""
+    if torch.cuda.is_available():
+        torch.nn.Module.cuda(model)
+
+
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """Tokenizer of a model directory, with its chat template when it has one."""
     try:

@@ -57,8 +57,7 @@ class PolicyWorker(Worker):
         """Masters from full-precision weights first, then the model itself in the compute dtype."""
         source = resume or model_dir
         self.model = models.load_model(source, torch.float32)
-        if torch.cuda.is_available():  # untested
-            self.model.cuda()
+        models.to_accelerator(self.model)
         compute_dtype = models.compute_dtype(config.model.compute_dtype)
         master_dtype = torch.float32 if config.model.master_dtype == "float32" else compute_dtype
         self.optimizer = MasterOptimizer(self.model, config.trainer, master_dtype)

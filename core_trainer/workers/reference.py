@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from core_trainer import attention, models
 from core_trainer.batching import TrainSample
@@ -27,8 +26,7 @@ class ReferenceWorker(Worker):
         self.micro_batch_tokens = config.trainer.micro_batch_tokens
         with telemetry.span(names.LOAD_MODEL, {names.PATH: str(model_dir)}):
             self.model = models.load_model(model_dir, models.compute_dtype(config.model.compute_dtype))
-            if torch.cuda.is_available():  # untested
-                self.model.cuda()
+            models.to_accelerator(self.model)
             attention.enable(self.model)
 
     def log_probs(self, samples: Sequence[TrainSample]) -> list[np.ndarray]:

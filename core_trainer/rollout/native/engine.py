@@ -67,8 +67,9 @@ class NativeEngine:
         self.max_batch_size = max_batch_size
         self.max_length = getattr(model.config, "max_position_embeddings", None)
         self.policy_version = 0
-        self._head = model.get_output_embeddings()
-        assert self._head is not None, "attention.enable checked that the model has an output layer"
+        head = model.get_output_embeddings()
+        assert head is not None, "a causal model has an output layer"
+        self._head = head
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # running[i] owns cache slot i
         self._cache = KVCache(model.config, max_batch_size, model.dtype, model.device)

@@ -1,0 +1,114 @@
+"""From rollouts to mini-batches: nothing is lost, and weights are those of the whole step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from core_trainer.batch import attach, mini_batches, split_groups, step_advantages, to_samples
+from core_trainer.metrics import TokenStats, rollout_metrics, token_stats
+from core_trainer.types import Prompt, Rollout, Turn
+from rlinsight import names
+from rlinsight.config import AlgorithmSection
+
+
+def make_rollouts(groups: int = 6, size: int = 3, seed: int = 0) -> list[Rollout]:
+    """Scored rollouts of random lengths."""
+    rng = np.random.default_rng(seed)
+    rollouts = []
+    for g in range(groups):
+        prompt = Prompt(f"p/{g}", "p", "text", tuple(rng.integers(0, 99, 5).tolist()), "1")
+        for j in range(size):
+            length = int(rng.integers(1, 9))
+            turn = Turn(f"t{g}{j}", prompt.token_ids, [1] * length, [-1.0] * length, "x", "stop", 3, 0, 0, 1)
+            rollouts.append(Rollout(f"g{g}-r{j}", f"g{g}", j, prompt, [turn], {}, reward=float(rng.integers(0, 2))))
+    return rollouts
+
+
+@pytest.mark.parametrize(("ranks", "parts"), [(1, 1), (2, 1), (3, 2), (2, 3), (1, 6)])
+def test_every_sample_is_trained_once_with_step_wide_weights(ranks: int, parts: int) -> None:
+    """Each epoch covers every sample once; weights of a mini-batch sum to 1 over its tokens on all ranks."""
+    rollouts = make_rollouts()
+    algorithm = AlgorithmSection(num_mini_batches=parts)
+    samples = to_samples(rollouts, step_advantages(rollouts, algorithm))
+    seen = []
+    for batch in mini_batches(split_groups(samples, ranks), algorithm, (1, 2, 0)):
+        assert len(batch) == ranks
+        flat = [sample for rank in batch for sample in rank]
+        seen += [sample.rollout_id for sample in flat]
+        assert sum(s.token_weight * s.loss_mask.sum() for s in flat) == pytest.approx(1.0)
+    assert sorted(seen) == sorted(s.rollout_id for s in samples)
+
+
+def test_shuffling_differs_by_epoch_and_repeats_by_seed() -> None:
+    """Mini-batches differ between epochs and are the same for the same seed."""
+    rollouts = make_rollouts()
+    algorithm = AlgorithmSection(num_mini_batches=3)
+    samples = to_samples(rollouts, step_advantages(rollouts, algorithm))
+
+    def order(epoch: int) -> list[str]:
+        return [s.rollout_id for b in mini_batches([samples], algorithm, (1, 2, epoch)) for s in b[0]]
+
+    assert order(0) == order(0)
+    assert order(0) != order(1)
+
+
+def test_splits_keep_groups_whole() -> None:
+    """No group is cut between ranks, whatever their number."""
+    samples = to_samples(make_rollouts(), torch.zeros(18))
+    for parts in (1, 2, 4, 6):
+        split = split_groups(samples, parts)
+        assert [s.rollout_id for part in split for s in part] == [s.rollout_id for s in samples]
+        owners = [{s.group_id for s in part} for part in split]
+        assert sum(len(owner) for owner in owners) == 6
+
+
+def test_rank_results_come_back_in_order() -> None:
+    """Arrays computed by ranks land on their own samples."""
+    samples = to_samples(make_rollouts(), torch.zeros(18))
+    parts = [
+        [np.full(s.num_tokens, i * 100 + k) for k, s in enumerate(p)] for i, p in enumerate(split_groups(samples, 2))
+    ]
+    attach(samples, "ref_log_probs", parts)
+    assert samples[9].ref_log_probs is not None
+    assert samples[9].ref_log_probs[0] == 100
+    with pytest.raises(ValueError, match="zip"):
+        attach(samples, "ref_log_probs", parts[:1])
+
+
+def test_token_stats_by_hand_and_merged() -> None:
+    """Sums over masked tokens; splitting a batch and merging gives the whole."""
+
+    def stats(part: slice) -> TokenStats:
+        mask = torch.tensor([True, True, False, True])[part]
+        new, old = torch.tensor([-1.0, -2.0, -9.0, -0.5])[part], torch.tensor([-1.5, -2.0, 0.0, -0.5])[part]
+        rollout = torch.tensor([-1.5, -2.5, 7.0, -0.5])[part]
+        ones = torch.ones(4)[part]
+        return token_stats(mask, new, old, rollout, new - 0.5, ones * 2, torch.exp(new - old), ones > 2, ones)
+
+    whole = stats(slice(None))
+    assert whole.num_tokens == 3
+    assert whole.num_mismatched == 1
+    assert whole.policy_kl == pytest.approx(np.exp(0.5) - 1.5)
+    assert whole.rollout_kl == pytest.approx(np.exp(0.5) - 1.5)
+    assert whole.ref_kl == pytest.approx(3 * (np.exp(-0.5) - 0.5))
+    assert whole.ratio_max == pytest.approx(np.exp(0.5))
+    assert whole.entropy == 6
+    merged = stats(slice(0, 1)).merge(stats(slice(1, 3))).merge(stats(slice(3, 4)))
+    assert merged.metrics(0.1, 1) == pytest.approx(whole.metrics(0.1, 1))
+    assert stats(slice(2, 3)) == TokenStats()
+    assert TokenStats().metrics(0.0, 1)[names.M_ENTROPY] is None
+
+
+def test_rollout_metrics_by_hand() -> None:
+    """Zero-variance groups, truncation and lengths count rollouts and groups, not tokens."""
+    rollouts = make_rollouts(groups=2, size=2)
+    for rollout, reward in zip(rollouts, (1.0, 1.0, 0.0, 1.0), strict=True):
+        rollout.reward = reward
+    rollouts[0].turns[0].finish_reason = "length"
+    metrics = rollout_metrics(rollouts, torch.tensor([0.0, 0.0, -0.5, 0.5]))
+    assert metrics[names.M_REWARD_MEAN] == 0.75
+    assert metrics[names.M_ZERO_VARIANCE] == 0.5
+    assert metrics[names.M_TRUNCATED] == 0.25
+    assert metrics[names.M_ADVANTAGE_ABS] == 0.25
