@@ -107,8 +107,8 @@ def test_train_metrics_has_a_column_for_every_step_metric(con):
 
 
 def test_a_resume_replaces_the_steps_after_its_checkpoint(con):
-    """Attempt 1 did steps 1 to 4, attempt 2 went on from step 2 and did 3: in every view steps 1 and 2 are of the first,
-    3 is of the second, and the abandoned 4 is gone."""
+    """Attempt 1 did steps 1 to 4, attempt 2 went on from step 2 and did 3: every view has 1 and 2 of the first and
+    3 of the second; the abandoned 4 is gone."""
     for attempt, steps, resumed in ((1, (1, 2, 3, 4), None), (2, (3,), 2)):
         _rows(
             con,
@@ -130,7 +130,7 @@ def test_a_resume_replaces_the_steps_after_its_checkpoint(con):
 
 
 def test_a_run_is_running_ended_or_lost(con):
-    """A reported end wins; else it runs while heard of in the last minute, and is lost after; only the last attempt runs."""
+    """A reported end wins; else it runs while heard of in the last minute, then is lost; only the last attempt runs."""
     now = time.time_ns()
     for run, heard in (("done", now), ("alive", now), ("silent", now - 3600 * SECOND)):
         _rows(con, "run_starts", {"run_id": run, "attempt": 1, "time_ns": now - 7200 * SECOND})
