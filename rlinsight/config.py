@@ -27,10 +27,14 @@ class Section(BaseModel):
 class RunSection(Section):
     """What the run is called and where its files go."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9._-]+$", description="run name; part of the run id and its folder")
-    project: str = Field("default", description="groups runs in the dashboard")
-    dir: Path = Field(Path("runs"), description="folder of runs: <dir>/<run id>/ holds checkpoints, config and spool")
-    seed: int = Field(1, ge=0, lt=2**31, description="seeds data order, sampling and dropout")
+    name: str = Field(
+        default="run", pattern=r"^[A-Za-z0-9._-]+$", description="run name; part of the run id and its folder"
+    )
+    project: str = Field(default="default", description="groups runs in the dashboard")
+    dir: Path = Field(
+        default=Path("runs"), description="folder of runs: <dir>/<run id>/ holds checkpoints, config and spool"
+    )
+    seed: int = Field(default=1, ge=0, lt=2**31, description="seeds data order, sampling and dropout")
 
 
 class ModelSection(Section):
@@ -39,13 +43,13 @@ class ModelSection(Section):
     source: str = Field(
         description="safetensors directory, Hugging Face id, .gguf file, or package:<name> of a package that ships one"
     )
-    revision: str | None = Field(None, description="hub revision; hub ids only")
+    revision: str | None = Field(default=None, description="hub revision; hub ids only")
     master_dtype: Literal["float32", "compute"] = Field(
-        "float32",
+        default="float32",
         description="precision the optimizer updates; with 'compute' in bfloat16, small updates round to nothing",
     )
     compute_dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="precision of forward and backward; auto picks bfloat16 where the processor has it"
+        default="auto", description="precision of forward and backward; auto picks bfloat16 where the processor has it"
     )
 
 
@@ -57,17 +61,19 @@ class DataSection(Section):
         default_factory=dict, description="keyword arguments of the reasoning_gym task, e.g. max_digits: 1"
     )
     size: int | None = Field(
-        None, ge=1, description="prompts to generate (reasoning_gym) or to keep (files); all when unset"
+        default=None, ge=1, description="prompts to generate (reasoning_gym) or to keep (files); all when unset"
     )
-    prompt_column: str = Field("prompt", description="column with text, or a list of {role, content} messages")
-    answer_column: str = Field("answer", description="column with the ground truth passed to the reward")
+    prompt_column: str = Field(default="prompt", description="column with text, or a list of {role, content} messages")
+    answer_column: str = Field(default="answer", description="column with the ground truth passed to the reward")
     system_prompt: str | None = Field(
-        None, description="system message of prompts that have none; the chat template's own when unset"
+        default=None, description="system message of prompts that have none; the chat template's own when unset"
     )
-    prompt_suffix: str = Field("", description="text added to the end of the last user message")
-    max_prompt_tokens: int = Field(1024, ge=1, description="longest prompt after the chat template")
-    overlong_prompts: Literal["error", "drop"] = Field("error", description="what a prompt over max_prompt_tokens does")
-    shuffle: bool = Field(True, description="new order each epoch, from the run's seed")
+    prompt_suffix: str = Field(default="", description="text added to the end of the last user message")
+    max_prompt_tokens: int = Field(default=1024, ge=1, description="longest prompt after the chat template")
+    overlong_prompts: Literal["error", "drop"] = Field(
+        default="error", description="what a prompt over max_prompt_tokens does"
+    )
+    shuffle: bool = Field(default=True, description="new order each epoch, from the run's seed")
 
     @model_validator(mode="after")
     def _no_idle_options(self) -> DataSection:
@@ -82,19 +88,21 @@ class DataSection(Section):
 
 
 class _RewardFunction(Section):
-    name: str | None = Field(None, description="component name in the trace; the type (or function name) when unset")
-    weight: float = Field(1.0, description="weight in the rollout's reward")
+    name: str | None = Field(
+        default=None, description="component name in the trace; the type (or function name) when unset"
+    )
+    weight: float = Field(default=1.0, description="weight in the rollout's reward")
 
 
 class _TimedReward(_RewardFunction):
-    timeout_s: float = Field(10.0, gt=0, description="longest time one call may take; then it is killed")
+    timeout_s: float = Field(default=10.0, gt=0, description="longest time one call may take; then it is killed")
 
 
 class NumericReward(_RewardFunction):
     """1 when the last number in the response equals the answer, else 0."""
 
     type: Literal["numeric"]
-    tolerance: float = Field(1e-6, ge=0, description="largest relative difference that still counts as equal")
+    tolerance: float = Field(default=1e-6, ge=0, description="largest relative difference that still counts as equal")
 
 
 class MathVerifyReward(_TimedReward):
@@ -108,7 +116,7 @@ class RegexReward(_TimedReward):
 
     type: Literal["regex"]
     pattern: str = Field(description="Python regular expression, searched with DOTALL")
-    full_match: bool = Field(False, description="the whole response must match")
+    full_match: bool = Field(default=False, description="the whole response must match")
 
     @model_validator(mode="after")
     def _pattern_compiles(self) -> RegexReward:
@@ -150,10 +158,12 @@ class RewardSection(Section):
 
     functions: list[RewardFunction] = Field(min_length=1, description="components; the reward is their weighted sum")
     on_error: Literal["fail", "zero"] = Field(
-        "fail",
+        default="fail",
         description="a component that raises, times out or returns NaN stops the run, or counts as 0 and is recorded",
     )
-    concurrency: int = Field(4, ge=1, description="calls in flight at once; a process each, async functions share one")
+    concurrency: int = Field(
+        default=4, ge=1, description="calls in flight at once; a process each, async functions share one"
+    )
 
     @model_validator(mode="after")
     def _component_names_differ(self) -> RewardSection:
@@ -174,40 +184,48 @@ def component_name(function: RewardFunction) -> str:
 class RolloutSection(Section):
     """How rollouts are sampled."""
 
-    engine: Literal["native"] = Field("native", description="rollout engine; native shares the policy's own weights")
-    group_size: int = Field(8, ge=1, description="rollouts per prompt")
-    max_new_tokens: int = Field(256, ge=1, description="cap on sampled tokens of a rollout")
-    temperature: float = Field(1.0, gt=0, description="sampling temperature; the same in training")
-    top_p: float = Field(1.0, gt=0, le=1, description="nucleus mass")
-    top_k: int | None = Field(None, ge=1, description="keep the k likeliest tokens; off when unset")
+    engine: Literal["native"] = Field(
+        default="native", description="rollout engine; native shares the policy's own weights"
+    )
+    group_size: int = Field(default=8, ge=1, description="rollouts per prompt")
+    max_new_tokens: int = Field(default=256, ge=1, description="cap on sampled tokens of a rollout")
+    temperature: float = Field(default=1.0, gt=0, description="sampling temperature; the same in training")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus mass")
+    top_k: int | None = Field(default=None, ge=1, description="keep the k likeliest tokens; off when unset")
     stop: list[str] = Field(
         default_factory=list, description="strings that end a response, besides the end-of-turn token"
     )
-    max_batch_size: int = Field(256, ge=1, description="rollouts decoded at once per worker")
+    max_batch_size: int = Field(default=256, ge=1, description="rollouts decoded at once per worker")
 
 
 class AlgorithmSection(Section):
     """GRPO: group-normalised advantages, PPO clip (DeepSeekMath, arXiv 2402.03300)."""
 
-    name: Literal["grpo"] = Field("grpo", description="algorithm")
+    name: Literal["grpo"] = Field(default="grpo", description="algorithm")
     normalize_by_std: bool = Field(
-        True, description="divide advantages by the group's std; false is Dr.GRPO (arXiv 2503.20783)"
+        default=True, description="divide advantages by the group's std; false is Dr.GRPO (arXiv 2503.20783)"
     )
-    clip_low: float = Field(0.2, gt=0, lt=1, description="ratio may fall to 1 - clip_low before its gradient is cut")
-    clip_high: float = Field(0.2, gt=0, description="ratio may rise to 1 + clip_high before its gradient is cut")
+    clip_low: float = Field(
+        default=0.2, gt=0, lt=1, description="ratio may fall to 1 - clip_low before its gradient is cut"
+    )
+    clip_high: float = Field(
+        default=0.2, gt=0, description="ratio may rise to 1 + clip_high before its gradient is cut"
+    )
     dual_clip: float | None = Field(
-        None, gt=1, description="bound on the loss of negative advantages (arXiv 1912.09729)"
+        default=None, gt=1, description="bound on the loss of negative advantages (arXiv 1912.09729)"
     )
     aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = Field(
-        "token-mean",
+        default="token-mean",
         description="how per-token losses become one number; over the whole step, whatever the micro-batches",
     )
-    kl_coef: float = Field(0.0, ge=0, description="weight of the KL loss to the frozen reference; 0 loads no reference")
-    kl_estimator: Literal["k2", "k3"] = Field(
-        "k3", description="KL estimator of the loss (joschu.net/blog/kl-approx)"
+    kl_coef: float = Field(
+        default=0.0, ge=0, description="weight of the KL loss to the frozen reference; 0 loads no reference"
     )
-    num_epochs: int = Field(1, ge=1, description="passes over the step's rollouts")
-    num_mini_batches: int = Field(1, ge=1, description="optimizer steps per pass")
+    kl_estimator: Literal["k2", "k3"] = Field(
+        default="k3", description="KL estimator of the loss (joschu.net/blog/kl-approx)"
+    )
+    num_epochs: int = Field(default=1, ge=1, description="passes over the step's rollouts")
+    num_mini_batches: int = Field(default=1, ge=1, description="optimizer steps per pass")
 
     @model_validator(mode="after")
     def _no_idle_options(self) -> AlgorithmSection:
@@ -220,30 +238,34 @@ class AlgorithmSection(Section):
 class TrainerSection(Section):
     """The loop, the optimizer and where they run."""
 
-    total_steps: int = Field(100, ge=1, description="optimizer iterations of the loop")
-    prompts_per_step: int = Field(8, ge=1, description="prompts (groups) per step")
-    learning_rate: float = Field(1e-6, gt=0, description="peak learning rate of AdamW")
-    warmup_steps: int = Field(0, ge=0, description="steps of linear warm-up; constant after")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay")
-    adam_betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW betas")
-    max_grad_norm: float = Field(1.0, gt=0, description="gradient norm is clipped to this")
+    total_steps: int = Field(default=100, ge=1, description="optimizer iterations of the loop")
+    prompts_per_step: int = Field(default=8, ge=1, description="prompts (groups) per step")
+    learning_rate: float = Field(default=1e-6, gt=0, description="peak learning rate of AdamW")
+    warmup_steps: int = Field(default=0, ge=0, description="steps of linear warm-up; constant after")
+    weight_decay: float = Field(default=0.0, ge=0, description="AdamW weight decay")
+    adam_betas: tuple[float, float] = Field(default=(0.9, 0.999), description="AdamW betas")
+    max_grad_norm: float = Field(default=1.0, gt=0, description="gradient norm is clipped to this")
     micro_batch_tokens: int = Field(
-        4096, ge=1, description="tokens per forward and backward; memory, not results, depends on it"
+        default=4096, ge=1, description="tokens per forward and backward; memory, not results, depends on it"
     )
-    num_workers: int = Field(1, ge=1, description="data-parallel policy workers")
-    checkpoint_every: int = Field(0, ge=0, description="steps between checkpoints; 0 keeps only the last one")
-    keep_checkpoints: int = Field(2, ge=1, description="newest checkpoints kept")
+    num_workers: int = Field(default=1, ge=1, description="data-parallel policy workers")
+    checkpoint_every: int = Field(default=0, ge=0, description="steps between checkpoints; 0 keeps only the last one")
+    keep_checkpoints: int = Field(default=2, ge=1, description="newest checkpoints kept")
 
 
 class TelemetrySection(Section):
     """What is recorded and where it is stored."""
 
-    store: Path = Field(Path("runs/rlinsight.duckdb"), description="DuckDB file of all runs")
+    store: Path = Field(default=Path("runs/rlinsight.duckdb"), description="DuckDB file of all runs")
     text: Literal["full", "redacted", "off"] = Field(
-        "full", description="capture of prompts and responses; redacted keeps lengths and hashes only"
+        default="full", description="capture of prompts and responses; redacted keeps lengths and hashes only"
     )
-    token_arrays: bool = Field(True, description="record token ids, log-probs, entropy and masks of every token")
-    spool_bytes: int = Field(2 * 1024**3, ge=1024**2, description="cap on undelivered telemetry on disk, per process")
+    token_arrays: bool = Field(
+        default=True, description="record token ids, log-probs, entropy and masks of every token"
+    )
+    spool_bytes: int = Field(
+        default=2 * 1024**3, ge=1024**2, description="cap on undelivered telemetry on disk, per process"
+    )
 
 
 class Config(Section):
