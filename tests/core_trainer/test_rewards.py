@@ -14,7 +14,7 @@ import psutil
 import pytest
 from pydantic import TypeAdapter
 
-from core_trainer.rewards import RewardInput, RewardScorer, build
+from core_trainer.rewards import RewardInput, RewardScorer
 from core_trainer.types import Prompt
 from rlinsight.config import DataSection, RewardSection
 from rlinsight.errors import ConfigError, DataError, RewardError
@@ -69,7 +69,7 @@ def user_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def scorer(*functions: dict[str, Any], data: str = "d.jsonl", **options: Any) -> RewardScorer:
     section = TypeAdapter(RewardSection).validate_python({"functions": list(functions), **options})
-    return build(section, DataSection(train=data))
+    return RewardScorer(section, DataSection(train=data))
 
 
 def items(*responses: str, answer: str | None = "5", **columns: Any) -> list[RewardInput]:
@@ -279,7 +279,7 @@ def test_processes_die_with_a_killed_trainer(user_file: Path) -> None:
     code = (
         "from rlinsight.config import *\nfrom core_trainer.rewards import *\nfrom core_trainer.types import Prompt\n"
         f"f = FunctionReward(type='function', function='{user_file}:hangs_on_b', timeout_s=100)\n"
-        "s = build(RewardSection(functions=[f]), DataSection(train='d.jsonl'))\nprint('started', flush=True)\n"
+        "s = RewardScorer(RewardSection(functions=[f]), DataSection(train='d.jsonl'))\nprint('started', flush=True)\n"
         "s.score([RewardInput('r', Prompt('d/0', 'd', 't', (1,), None), 'b')])\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
