@@ -81,9 +81,11 @@ class DataSection(Section):
             raise ValueError(
                 f"task_args only apply to reasoning_gym:<task>, and train is {self.train!r}; remove task_args"
             )
-        named = self.model_fields_set & {"prompt_column", "answer_column"}
+        # Defaults are let through, so that a resolved config can be loaded again.
+        fields = type(self).model_fields
+        named = [key for key in ("prompt_column", "answer_column") if getattr(self, key) != fields[key].default]
         if named and self.train.startswith("reasoning_gym:"):
-            raise ValueError(f"{min(named)} has no effect with {self.train}: items are generated; remove it")
+            raise ValueError(f"{named[0]} has no effect with {self.train}: items are generated; remove it")
         return self
 
 
