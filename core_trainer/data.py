@@ -180,7 +180,8 @@ def _prompt(
 
 def _answer(row: dict[str, Any], where: str, section: DataSection) -> str | None:
     """The ground truth as text. A dataset may have none, but a column the config names must be there."""
-    if "answer_column" in section.model_fields_set:
+    # By value: the resolved config that a resumed run reads spells the default out.
+    if section.answer_column != type(section).model_fields["answer_column"].default:
         value = _column(row, where, "answer_column", section.answer_column)
     else:
         value = row.get(section.answer_column)
