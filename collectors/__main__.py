@@ -22,6 +22,7 @@ def main() -> int:
         parser.add_argument(f"--{name}-port", type=int, default=0, help="0 picks a free one")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="collector: %(message)s")
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
     try:
         from collectors import process
 

@@ -10,6 +10,7 @@ import os
 import re
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import duckdb
@@ -54,7 +55,8 @@ class Database:
     def close(self) -> None:
         """Stop serving SQL and close the file."""
         if self._quack:
-            self.con.execute(f"CALL quack_stop('{self._quack}')")
+            with suppress(duckdb.Error):  # after a fatal error DuckDB answers nothing, and closing is all that is left
+                self.con.execute(f"CALL quack_stop('{self._quack}')")
         self.con.close()
 
     def serve_sql(self, port: int, token: str) -> str:

@@ -106,7 +106,8 @@ def _refuse_second(store: Path) -> None:
 def _health(store: Path, writer: Writer, owners: Owners, started_ns: int) -> Any:
     def health() -> dict[str, Any]:
         return {
-            "status": "failed" if writer.failure else "ok",
+            "status": "failing" if writer.problem else "ok",
+            "problem": writer.problem,
             "pid": os.getpid(),
             "store": str(store),
             "schema_version": schema.VERSION,

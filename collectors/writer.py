@@ -54,7 +54,11 @@ class Batch:
 
 
 class Writer:
-    """Takes batches from any thread. ``failure`` is set when the database is beyond use and the process should end."""
+    """Takes batches from any thread.
+
+    ``problem`` says why the latest group could not be written, None when it was; ``failure`` is set when the database
+    is beyond use and the process should end.
+    """
 
     def __init__(self, con: duckdb.DuckDBPyConnection, columns: Columns) -> None:
         self._con = con
@@ -64,6 +68,7 @@ class Writer:
         self._queued_batches = 0
         self._queued_bytes = 0
         self._closed = False
+        self.problem: str | None = None
         self.failure: str | None = None
         self.stored_batches = 0
         self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
@@ -97,7 +102,10 @@ class Writer:
             self._queue.put(None)
         self._thread.join()
         if self.failure is None:
-            self._con.execute("CHECKPOINT")
+            try:
+                self._con.execute("CHECKPOINT")
+            except duckdb.Error as error:  # nothing is lost: the next start reads the write-ahead log
+                logger.warning("the store's write-ahead log stays: %s", _first_line(error))
 
     def _run(self) -> None:
         ending = False
@@ -138,13 +146,14 @@ class Writer:
             for batch in group:
                 self._store([batch])
         else:
+            self.problem = None
             self.stored_batches += len(stored)
             for batch in group:
                 batch.done.set_result(batch.batch_id in stored)
                 stored.discard(batch.batch_id)
 
     def _give_up(self, group: list[Batch], error: duckdb.Error) -> None:
-        message = str(error).splitlines()[0]
+        message = self.problem = _first_line(error)
         logger.error("the store cannot be written: %s", message)
         if isinstance(error, duckdb.FatalException | duckdb.InternalException):
             self.failure = message  # DuckDB refuses everything from here on
@@ -191,6 +200,10 @@ class Writer:
             self._con.execute("ROLLBACK")
         except duckdb.Error:  # a failed COMMIT has ended the transaction already
             logger.debug("nothing to roll back")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]
 
 
 def _ledger_row(batch: Batch, committed_ns: int) -> tuple[Any, ...]:

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
@@ -346,6 +347,27 @@ def test_beyond_loopback_everything_needs_the_token(tmp_path):
             assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
             export(body, metadata=[("authorization", f"Bearer {running.endpoint.token}")])
         assert running.stop() == 0
+
+
+def test_a_full_disk_refuses_and_recovers(tmp_path):
+    """A failed write is 503 with Retry-After, reads go on, /healthz tells; with room again the retry is stored."""
+    store = tmp_path / "s.duckdb"
+    with collector(store) as running:
+        running.http.post("/v1/traces", content=_trace("before"), headers=PROTOBUF).raise_for_status()
+        process = psutil.Process(running.process.pid)
+        _, hard = process.rlimit(psutil.RLIMIT_FSIZE)
+        process.rlimit(psutil.RLIMIT_FSIZE, (64 * 1024, hard))
+        body = _trace("big", 2000)
+        for _ in range(2):
+            reply = running.http.post("/v1/traces", content=body, headers=PROTOBUF)
+            assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
+        assert running.http.get("/healthz").json()["status"] == "failing"
+        assert _count(running, "SELECT count(*) FROM otel_spans") == 1
+        process.rlimit(psutil.RLIMIT_FSIZE, (hard, hard))
+        assert running.http.post("/v1/traces", content=body, headers=PROTOBUF).status_code == 200
+        assert running.http.get("/healthz").json()["status"] == "ok"
+        assert running.stop() == 0
+    assert query("SELECT count(*) FROM otel_spans", store=store)[0][0].as_py() == 2001
 
 
 def _fails(store: Path, *arguments: str) -> str:
