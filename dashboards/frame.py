@@ -16,7 +16,7 @@ from streamlit.delta_generator import DeltaGenerator
 from dashboards import empty, palette, queries, state
 from dashboards.queries import Frame, Read, Row
 from dashboards.reader import read_at, read_now
-from dashboards.text import ago, duration, escape, missing, percent
+from dashboards.text import DASH, ago, duration, escape, missing, percent
 from rlinsight import store
 from rlinsight.errors import StoreError
 
@@ -123,13 +123,17 @@ def _selector(runs: Frame, where: DeltaGenerator) -> str | None:
     current = state.get("run")
     options = ids if current is None or current in ids else [current, *ids]
     labels = {str(row.run_id): _label(row) for row in runs.itertuples()}
+    # A browser answers with a label, which may by then have moved on with the run: all labels given out are kept.
+    given = st.session_state.setdefault("labels", {})
+    given |= {label: run_id for run_id, label in labels.items()}
     st.session_state["run_choice"] = current
 
     def chosen() -> None:
-        st.session_state["cleared"] = st.session_state["run_choice"] is None
-        state.select("run", st.session_state["run_choice"])
+        choice = st.session_state["run_choice"]
+        st.session_state["cleared"] = choice is None
+        state.select("run", given.get(choice, choice))
 
-    return where.selectbox(
+    where.selectbox(
         "Run",
         options,
         index=None,
@@ -139,6 +143,7 @@ def _selector(runs: Frame, where: DeltaGenerator) -> str | None:
         placeholder="Pick a run",
         label_visibility="collapsed",
     )
+    return state.get("run")
 
 
 def _label(row) -> str:
@@ -146,7 +151,7 @@ def _label(row) -> str:
     dot = {"running": "●", "finished": "○", "interrupted": "◐"}.get(row.status, "✕")
     done = 0 if missing(row.last_step) else int(row.last_step)
     total = "" if missing(row.total_steps) else f"/{int(row.total_steps)}"
-    return f"{dot} {row.run_id} · {done}{total} · {escape(row.model)}"
+    return f"{dot} {row.run_id} · {done}{total} · {DASH if missing(row.model) else row.model}"
 
 
 def _view(path: Path, run: Row) -> View:

@@ -41,6 +41,7 @@ def _readings(view: View, curves: Frame) -> None:
             f"{view.steps_done} / {total or DASH}",
             _left(view, total, wall),
             delta_color="off",
+            delta_arrow="off",
             border=True,
             height="stretch",
         )
