@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 from types import TracebackType
 from typing import Self
@@ -91,6 +92,8 @@ class Cluster:
 
     def _start_ray(self) -> None:
         """A local Ray, or the cluster RAY_ADDRESS names."""
+        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would let everything else go before training
+        logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # announces its token each time
         handler = signal.getsignal(signal.SIGTERM)
         ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
         signal.signal(signal.SIGTERM, handler)  # ray.init takes it; stopping is launch's business

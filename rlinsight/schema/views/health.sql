@@ -3,7 +3,8 @@
 -- Senders that do not identify themselves share the row with producer NULL; they report nothing, so only stored is known.
 CREATE OR REPLACE VIEW health AS
 WITH said AS (
-  SELECT * FROM producer_health QUALIFY row_number() OVER (PARTITION BY producer ORDER BY time_ns DESC) = 1
+  -- Only the report written for a killed producer knows dropped_crash; a living one has lost nothing that way.
+  SELECT * REPLACE (coalesce(dropped_crash, 0) AS dropped_crash) FROM producer_health QUALIFY row_number() OVER (PARTITION BY producer ORDER BY time_ns DESC) = 1
 ), stored AS (
   SELECT producer, count(*) AS batches, sum(rows) AS rows, sum(rejected) AS rejected, sum(bytes) AS bytes, max(committed_ns) AS last_ns
   FROM ingest_batches GROUP BY producer
@@ -12,8 +13,8 @@ SELECT h.run_id, h.attempt, coalesce(h.producer, s.producer) AS producer, h.serv
   CAST(coalesce(s.rows, 0) AS BIGINT) AS stored, CAST(coalesce(s.rejected, 0) AS BIGINT) AS refused,
   h.dropped_queue, h.dropped_limit, h.dropped_disk, h.dropped_crash, h.dropped_fault,
   h.dropped_queue + h.dropped_limit + h.dropped_disk + h.dropped_crash + h.dropped_fault AS dropped,
-  greatest(0, h.emitted - h.dropped_queue - h.dropped_limit - h.dropped_disk - h.dropped_crash - h.dropped_fault
-    - coalesce(s.rows, 0)) AS missing,
+  CAST(greatest(0, h.emitted - h.dropped_queue - h.dropped_limit - h.dropped_disk - h.dropped_crash - h.dropped_fault
+    - coalesce(s.rows, 0)) AS BIGINT) AS missing,
   h.retried, h.queue_length, h.overhead_ns / 1e9 AS overhead_s, s.batches, CAST(s.bytes AS BIGINT) AS bytes,
   to_time(h.time_ns) AS last_report, to_time(s.last_ns) AS last_stored
 FROM said h FULL OUTER JOIN stored s ON s.producer = h.producer;

@@ -1,0 +1,289 @@
+"""Whole runs of `rlinsight train` on a tiny model: real Ray, engine, collector, store. Each starts real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import yaml
+from safetensors.numpy import load_file
+
+from rlinsight import names, store
+
+COMMAND = Path(sys.executable).parent / "rlinsight"
+MARK = "RLINSIGHT_TEST_PROJECT"  # in the environment of every process a test starts
+REWARD = '''
+def short_words(prompt, response, answer):
+    """More of the letter e is better: something a random model can learn."""
+    return response.count("e") / 8
+'''
+
+
+class Project:
+    """A folder in which somebody trains."""
+
+    def __init__(self, path: Path, model: Path) -> None:
+        self.path, self.store = path, path / "store.duckdb"
+        (path / "reward.py").write_text(REWARD)
+        self.tree: dict[str, Any] = {
+            "run": {"name": "tiny", "dir": str(path / "runs")},
+            "model": {"source": str(model), "compute_dtype": "float32"},
+            "data": {
+                "train": "reasoning_gym:basic_arithmetic",
+                "task_args": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+                "size": 32,
+            },
+            "reward": {"functions": [{"type": "function", "function": "reward.py:short_words"}]},
+            "rollout": {"group_size": 4, "max_new_tokens": 12},
+            "trainer": {"total_steps": 4, "prompts_per_step": 4, "learning_rate": 1e-3},
+            "telemetry": {"store": str(self.store)},
+        }
+
+    def start(self, *arguments: str, config: dict[str, Any] | None = None) -> subprocess.Popen[str]:
+        file = self.path / "config.yaml"
+        file.write_text(yaml.safe_dump(config or self.tree))
+        return subprocess.Popen(
+            [COMMAND, "train", file, *arguments],
+            cwd=self.path,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=os.environ | {MARK: str(self.path)},
+        )
+
+    def train(self, *arguments: str, exit_code: int = 0) -> str:
+        process = self.start(*arguments)
+        out, err = process.communicate(timeout=280)
+        assert process.returncode == exit_code, f"exit {process.returncode}\n{out}\n{err}"
+        return out + err
+
+    def processes(self) -> list[str]:
+        """Command lines of everything alive that a command of this project started, however detached."""
+        found = []
+        for process in psutil.process_iter(["cmdline", "environ"]):
+            if (process.info["environ"] or {}).get(MARK) == str(self.path):
+                found.append(" ".join(process.info["cmdline"] or []))
+        return found
+
+    def rows(self, sql: str) -> list[dict[str, Any]]:
+        return store.query(sql, store=self.store).to_pylist()
+
+    def runs(self) -> list[Path]:
+        return sorted((self.path / "runs").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+
+
+@pytest.fixture
+def project(tmp_path: Path, tiny_model: Path) -> Project:
+    """A fresh folder."""
+    return Project(tmp_path, tiny_model)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Project]:
+    """One run that uses every phase: KL loss, two epochs of two mini-batches, two data-parallel workers."""
+    project = Project(tmp_path_factory.mktemp("trained"), tiny_model)
+    project.tree["algorithm"] = {"kl_coef": 0.05, "num_epochs": 2, "num_mini_batches": 2}
+    project.tree["trainer"] |= {"num_workers": 2}
+    project.train()
+    assert project.processes() == []
+    return project
+
+
+def test_everything_links(trained: Project) -> None:
+    """Every rollout joins its step, group, tokens and spans; nothing is dropped; phases cover the steps."""
+    for row in trained.rows("SELECT * FROM v_linkage"):
+        assert row["n"] > 0, row
+        assert row["linked"] == row["n"], row
+    coverage = trained.rows("SELECT * FROM v_phase_coverage")
+    assert len(coverage) == 4
+    assert all(row["fraction"] >= 0.95 for row in coverage), coverage
+    health = trained.rows("SELECT * FROM health WHERE run_id IS NOT NULL")
+    assert len(health) == 6  # controller, two policy, two reference, one reward
+    for row in health:
+        assert row["emitted"] > 0
+        assert (row["dropped"], row["refused"], row["missing"]) == (0, 0, 0), row
+    assert trained.rows("SELECT * FROM open_spans") == []
+
+
+def test_views_answer(trained: Project) -> None:
+    """The views tell what the run did, and agree with each other."""
+    (run,) = trained.rows("SELECT * FROM runs")
+    assert (run["status"], run["steps_done"]) == ("finished", 4)
+    metrics = trained.rows("SELECT * FROM train_metrics ORDER BY step")
+    assert [row["step"] for row in metrics] == [1, 2, 3, 4]
+    for row in metrics:
+        for column in (
+            "reward_mean",
+            "entropy",
+            "ref_kl",
+            "policy_kl",
+            "rollout_kl",
+            "clip_fraction",
+            "grad_norm",
+            "weights_changed",
+            "tokens_per_s",
+            "response_length_mean",
+        ):
+            assert row[column] is not None, (row["step"], column)
+        assert row["rollout_kl"] < 1e-6  # float32 engine and trainer agree to rounding
+    (count,) = trained.rows("SELECT count(*) AS n, count(DISTINCT group_id) AS g, avg(reward) AS r FROM rollouts")
+    assert (count["n"], count["g"]) == (64, 16)
+    assert count["r"] == pytest.approx(np.mean([row["reward_mean"] for row in metrics]))
+    versions = trained.rows("SELECT DISTINCT policy_version, replica FROM weight_syncs ORDER BY ALL")
+    assert [(v["policy_version"], v["replica"]) for v in versions] == [
+        (version, f"policy/{rank}") for version in (0, 4, 8, 12, 16) for rank in (0, 1)
+    ]
+
+
+def test_tokens_carry_what_training_did(trained: Project) -> None:
+    """Per token: ids, text, four log-probs, entropy, advantage and masks, consistent with the step's metrics."""
+    tokens = trained.rows("SELECT * FROM tokens")
+    lengths = trained.rows("SELECT sum(response_tokens) AS n FROM rollouts")
+    assert len(tokens) == lengths[0]["n"]
+    for column in (
+        "token_id",
+        "piece",
+        "rollout_log_prob",
+        "old_log_prob",
+        "log_prob",
+        "ref_log_prob",
+        "entropy",
+        "advantage",
+    ):
+        assert all(row[column] is not None for row in tokens), column
+    assert max(abs(row["old_log_prob"] - row["rollout_log_prob"]) for row in tokens) < 1e-4
+    gaps = trained.rows(
+        "SELECT step, max(abs(ref_log_prob - rollout_log_prob)) AS gap FROM tokens GROUP BY step ORDER BY step"
+    )
+    assert gaps[0]["gap"] < 1e-4  # the first step samples from the reference itself
+    assert min(row["gap"] for row in gaps[1:]) > 1e-2  # later ones have left it, and it stayed
+    by_step = trained.rows(
+        "SELECT t.step, avg(t.entropy) AS entropy, m.entropy AS reported "
+        "FROM tokens t JOIN train_metrics m USING (run_id, step) WHERE in_loss GROUP BY ALL"
+    )
+    assert all(row["entropy"] == pytest.approx(row["reported"], rel=1e-4) for row in by_step), by_step
+    texts = trained.rows(
+        "SELECT response_text, list_aggregate(token_pieces, 'string_agg', '') AS pieces FROM token_runs"
+    )
+    assert sum(row["pieces"].startswith(row["response_text"]) for row in texts) > len(texts) / 2  # special tokens aside
+
+
+def test_rollout_traces_link_to_their_step(trained: Project) -> None:
+    """A rollout's root span starts its own trace, holds its chat span, and links to the step that dispatched it."""
+    rows = trained.rows(
+        "SELECT s.trace_id, json_extract_string(s.links, '$[0].trace_id') AS linked, st.trace_id AS step_trace, "
+        "c.name AS chat "
+        "FROM otel_spans s JOIN steps st ON st.step = s.step "
+        "JOIN otel_spans c ON c.parent_span_id = s.span_id WHERE s.name = 'rl.rollout'"
+    )
+    assert len(rows) == 64
+    for row in rows:
+        assert row["linked"] == row["step_trace"] != row["trace_id"]
+        assert row["chat"].startswith("chat ")
+
+
+def test_workers_do_not_change_the_result(project: Project) -> None:
+    """One worker and two sample the same rollouts and take the same steps, up to summation order in float32."""
+    project.tree["trainer"] |= {"total_steps": 3}
+    project.train()
+    project.train("trainer.num_workers=2")
+    one, two = (
+        project.rows(f"SELECT * FROM train_metrics WHERE run_id = '{run.name}' ORDER BY step") for run in project.runs()
+    )
+    for a, b in zip(one, two, strict=True):
+        assert a["reward_mean"] == pytest.approx(b["reward_mean"], abs=0.05)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-2)
+    assert one[0]["reward_mean"] == two[0]["reward_mean"]
+    assert one[0]["grad_norm"] == pytest.approx(two[0]["grad_norm"], rel=1e-4)
+
+
+def test_resume_is_bitwise_and_a_run_repeats(project: Project) -> None:
+    """Three steps and a resume equal six steps in one go, weights and metrics bit for bit."""
+    project.tree["trainer"] |= {"total_steps": 6}
+    project.train()
+    project.train("run.name=cut", "trainer.total_steps=3")
+    out = project.train("run.name=cut", "--resume")
+    assert "attempt 2" in out
+    whole, cut = project.runs()
+    assert cut.name.startswith("cut")
+    mine, theirs = (load_file(run / "checkpoints/step-000006/model.safetensors") for run in (whole, cut))
+    assert mine.keys() == theirs.keys()
+    assert all(np.array_equal(mine[key], theirs[key]) for key in mine)
+    one, two = (
+        project.rows(f"SELECT * EXCLUDE (run_id, attempt) FROM train_metrics WHERE run_id = '{run.name}' ORDER BY step")
+        for run in (whole, cut)
+    )
+    assert len(one) == len(two) == 6
+    for a, b in zip(one, two, strict=True):
+        for column in ("reward_mean", "entropy", "grad_norm", "loss_total", "response_length_mean", "weights_changed"):
+            assert a[column] == b[column], (a["step"], column)
+    attempts = project.rows(f"SELECT attempt, resumed_from_step FROM run_starts WHERE run_id = '{cut.name}' ORDER BY 1")
+    assert [tuple(row.values()) for row in attempts] == [(1, None), (2, 3)]
+
+
+def test_it_learns(project: Project) -> None:
+    """A random model learns to write what is rewarded."""
+    project.tree["trainer"] |= {"total_steps": 20, "learning_rate": 5e-3, "prompts_per_step": 8}
+    project.train()
+    rewards = [row["reward_mean"] for row in project.rows("SELECT reward_mean FROM train_metrics ORDER BY step")]
+    assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.3, rewards
+
+
+def test_ctrl_c_leaves_a_resumable_run(project: Project) -> None:
+    """One Ctrl-C ends the run between updates with exit code 130 and a checkpoint; --resume finishes it."""
+    project.tree["trainer"] |= {"total_steps": 500}
+    process = project.start()
+    _wait_for_step(project, 3)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130, out + err
+    assert project.processes() == []
+    assert "--resume" in out
+    (run,) = project.rows("SELECT status, steps_done FROM runs")
+    assert run["status"] == "interrupted"
+    project.train("--resume", f"trainer.total_steps={run['steps_done'] + 2}")
+    (run,) = project.rows("SELECT status, attempts FROM runs")
+    assert (run["status"], run["attempts"]) == ("finished", 2)
+    steps = [row["step"] for row in project.rows("SELECT step FROM train_metrics ORDER BY step")]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+def test_sql_is_live_while_training(project: Project) -> None:
+    """Steps, open spans and rollouts can be read while the run goes on."""
+    project.tree["trainer"] |= {"total_steps": 500}
+    process = project.start()
+    try:
+        _wait_for_step(project, 2)
+        first = project.rows("SELECT max(step) AS step FROM train_metrics")[0]["step"]
+        spans = project.rows("SELECT name FROM open_spans")
+        assert names.STEP in {row["name"] for row in spans}
+        assert project.rows("SELECT status FROM runs") == [{"status": "running"}]
+        _wait_for_step(project, first + 1)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=120)
+    assert process.returncode == 143
+
+
+def _wait_for_step(project: Project, step: int, timeout_s: float = 240) -> None:
+    from rlinsight.errors import StoreError
+
+    until = time.monotonic() + timeout_s
+    while time.monotonic() < until:
+        try:
+            found = project.rows("SELECT max(step) AS step FROM train_metrics")[0]["step"]
+        except StoreError:
+            found = None  # not there yet
+        if found is not None and found >= step:
+            return
+        time.sleep(0.3)
+    raise AssertionError(f"step {step} was not stored within {timeout_s} s")
