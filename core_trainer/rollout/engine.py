@@ -17,10 +17,22 @@ class GenerateRequest:
     params: SamplingParams
 
 
+@dataclass(frozen=True, slots=True)
+class SyncedBytes:
+    """What a weight sync cost."""
+
+    moved: int  # bytes copied into the engine; 0 when it shares the policy's weights
+    refreshed: int  # bytes of the engine's own packed copies rewritten in place
+
+
 class RolloutEngine(Protocol):
     """Asynchronous and per request."""
 
     name: str
+
+    def sync_weights(self, policy_version: int) -> SyncedBytes:
+        """Serve the policy's current weights from the next request on. Called between generations."""
+        ...
 
     async def generate(self, request: GenerateRequest) -> Turn:
         """Sample one request. An aborted one returns what it has, with finish_reason abort.

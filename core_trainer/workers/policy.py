@@ -159,16 +159,16 @@ class PolicyWorker(Worker):
         return stats
 
     def sync_weights(self) -> None:
-        """Publish the current weights to the rollout engine: nothing moves, packed copies are refreshed."""
+        """Publish the current weights to the rollout engine."""
         attributes = {
             names.POLICY_VERSION: self.policy_version,
             names.ENGINE: self.engine.name,
             names.REPLICA: self.place.lane,
-            names.BYTES: 0,
             names.BUCKET: "overhead",
         }
         with telemetry.span(names.WEIGHT_SYNC, attributes) as span:
-            span.set({names.REFRESHED_BYTES: self.engine.refresh_weights(self.policy_version)})
+            synced = self.engine.sync_weights(self.policy_version)
+            span.set({names.BYTES: synced.moved, names.REFRESHED_BYTES: synced.refreshed})
 
     def version(self) -> int:
         """Optimizer steps applied to the weights."""

@@ -23,7 +23,7 @@ def make_engine(directory: Path, dtype: torch.dtype = torch.float32, batch: int 
     model = models.load_model(directory, dtype)
     attention.enable(model)
     engine = NativeEngine(model, models.load_tokenizer(directory), stop, batch)
-    engine.refresh_weights(0)
+    engine.sync_weights(0)
     return engine
 
 
@@ -113,10 +113,12 @@ def test_new_weights_take_effect_at_the_refresh(tiny_model: Path) -> None:
     with torch.no_grad():
         for parameter in engine.model.parameters():
             parameter.mul_(-0.7)
-    assert engine.refresh_weights(5) > 0
+    synced = engine.sync_weights(5)
+    assert synced.moved == 0
+    assert synced.refreshed > 0
     after = generate(engine, [request])[0]
     fresh = NativeEngine(engine.model, engine.tokenizer, (), 8)
-    fresh.refresh_weights(5)
+    fresh.sync_weights(5)
     assert after.token_ids == generate(fresh, [request])[0].token_ids
     assert after.token_ids != before.token_ids
     assert (before.policy_version, after.policy_version) == (0, 5)

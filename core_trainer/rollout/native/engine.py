@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from core_trainer import models
 from core_trainer.attention import PrefillLayout
 from core_trainer.batching import prompt_layout
-from core_trainer.rollout.engine import GenerateRequest
+from core_trainer.rollout.engine import GenerateRequest, SyncedBytes
 from core_trainer.rollout.native.kv_cache import KVCache
 from core_trainer.rollout.native.packed_linear import PackedLinears
 from core_trainer.rollout.native.sampler import sample
@@ -77,10 +77,10 @@ class NativeEngine:
         self._live: dict[str, Sequence] = {}  # by request id, until answered
         self._driver: asyncio.Task[None] | None = None
 
-    def refresh_weights(self, policy_version: int) -> int:
-        """Take over the model's current weights; returns the bytes of packed copies rewritten."""
+    def sync_weights(self, policy_version: int) -> SyncedBytes:
+        """Serve the model's current weights: nothing moves, packed copies are rewritten."""
         self.policy_version = policy_version
-        return self._packed.refresh()
+        return SyncedBytes(0, self._packed.refresh())
 
     async def generate(self, request: GenerateRequest) -> Turn:
         """Sample one request. Raises RlinsightError if it cannot fit the model's context."""
