@@ -12,6 +12,7 @@ import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -238,7 +239,7 @@ def run(con: duckdb.DuckDBPyConnection, sql: str, params: Params | None, timeout
                 size += batch.nbytes
                 if size > MAX_RESULT_BYTES:
                     raise StoreError(f"the result is over {MAX_RESULT_BYTES >> 20} MiB; aggregate it or add LIMIT")
-            return pa.Table.from_batches(batches, reader.schema)
+            return _small_integers(pa.Table.from_batches(batches, reader.schema))
         finally:
             con.execute("ROLLBACK")
     except duckdb.InterruptException:
@@ -249,6 +250,17 @@ def run(con: duckdb.DuckDBPyConnection, sql: str, params: Params | None, timeout
         raise _sql_error(error) from None
     finally:
         timer.cancel()
+
+
+def _small_integers(table: pa.Table) -> pa.Table:
+    """sum() of integers is HUGEINT, which Arrow knows as decimal only; as int64 when the values fit."""
+    import pyarrow as pa
+
+    for i, field in enumerate(table.schema):
+        if field.type == pa.decimal128(38, 0):
+            with suppress(pa.ArrowInvalid):
+                table = table.set_column(i, field.name, table.column(i).cast(pa.int64()))
+    return table
 
 
 def _sql_error(error: Exception) -> StoreError:

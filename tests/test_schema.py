@@ -293,6 +293,15 @@ def test_timeline_shows_spans_by_lane_and_what_is_open(tmp_path):
         assert {row[0] for row in methods} == {"generate", "log_probs", "ref_log_probs", "update"}
 
 
+def test_views_give_numbers_every_client_knows(con):
+    """No column of a view is HUGEINT or DECIMAL, which Arrow and pandas only know as decimal objects."""
+    odd = con.execute(
+        "SELECT table_name, column_name, data_type FROM duckdb_columns() WHERE NOT internal "
+        "AND (data_type = 'HUGEINT' OR data_type LIKE 'DECIMAL%')"
+    ).fetchall()
+    assert odd == []
+
+
 def test_interval_macros(con):
     """Overlap counts and intersections of three small intervals, by hand."""
     con.execute("CREATE TABLE i AS FROM (VALUES (1, 0, 10), (2, 5, 15), (3, 20, 30)) t(id, start_ns, end_ns)")

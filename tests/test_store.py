@@ -146,6 +146,9 @@ def test_types_survive_the_way(store):
     )
     assert str(table.schema.field("started").type) == "timestamp[us]"
     assert str(table.schema.field("rollout_log_probs").type).startswith("list<")
+    sums = query("SELECT sum(step) AS small FROM steps", store=store)
+    assert str(sums.schema.field("small").type) == "int64"
+    assert sums["small"][0].as_py() == 15
     empty = query("SELECT step, name FROM step_metrics WHERE false", store=store)
     assert (empty.num_rows, empty.column_names) == (0, ["step", "name"])
 

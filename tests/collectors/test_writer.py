@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from collectors.database import Database
 from collectors.decode import Decoder
-from collectors.writer import MAX_QUEUED_BATCHES, BatchRefused, Overloaded, Writer
+from collectors.payload import PROTOBUF, PayloadError, parse
+from collectors.writer import MAX_QUEUED_BATCHES, Batch, BatchRefused, Overloaded, Writer
 from rlinsight import schema
 from tests.collectors.kill_writer import IN_FLIGHT
 from tests.synthetic import Request, Run, batch, requests
 
-SMALL = list(requests(Run(steps=2, groups=2, group_size=2, start_ns=1_700_000_000 * 10**9)))
+SMALL = list(requests(Run(steps=1, groups=2, group_size=2, start_ns=1_700_000_000 * 10**9)))
 
 
 def _write(con: duckdb.DuckDBPyConnection, sent: Sequence[Request]) -> list[bool]:
@@ -61,7 +62,7 @@ REFERENCE = _memory()
 _write(REFERENCE, SMALL)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_order_and_duplicates_do_not_matter(data):
     """Batches in any order, some of them several times, in groups of any size, converge to identical tables."""
@@ -128,3 +129,31 @@ def test_killed_at_random_points_stored_equals_acknowledged(tmp_path):
     assert sorted(ledger) == sorted(counted)
     assert len(acknowledged) == len(set(acknowledged))
     assert len(ledger) - len(acknowledged) <= IN_FLIGHT  # stored, but the last kill came before the answer
+
+
+FUZZED = _memory()
+PAYLOADS = [(request.signal, request.message.SerializeToString()) for request in SMALL]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_mutated_payloads_are_refused_or_stored(data):
+    """Whatever bytes arrive, they are malformed (400) or the store holds their rows; no batch is beyond it."""
+    signal, payload = data.draw(st.sampled_from(PAYLOADS))
+    mutant = bytearray(payload)
+    for position, piece in data.draw(
+        st.lists(st.tuples(st.integers(0, len(payload)), st.binary(min_size=1, max_size=9)), min_size=1, max_size=8)
+    ):
+        mutant[position : position + len(piece)] = piece
+    columns = schema.columns(FUZZED)
+    try:
+        request = parse(signal, bytes(mutant), PROTOBUF)
+    except PayloadError:
+        return
+    decoded = getattr(Decoder(columns), signal)(request, "b", 1)
+    item = Batch(f"{signal}/{hash(bytes(mutant))}", None, None, signal, len(mutant), 1, decoded)
+    writer = Writer(FUZZED, columns)
+    writer.submit(item)
+    writer.start()
+    writer.close()
+    assert item.done.exception(10) is None

@@ -14,7 +14,7 @@ WITH prompts AS (
 ), earned AS (
   SELECT s.run_id, s.attempt, s.group_id, count(*) AS num_rollouts, count(c.reward) AS num_scored, avg(c.reward) AS reward_mean,
     stddev_pop(c.reward) AS reward_std, min(c.reward) AS reward_min, max(c.reward) AS reward_max,
-    avg(s.response_tokens) AS response_tokens_mean, sum(s.truncated) AS num_truncated
+    avg(s.response_tokens) AS response_tokens_mean, CAST(sum(s.truncated) AS BIGINT) AS num_truncated
   FROM samples s
   LEFT JOIN scores c ON c.run_id = s.run_id AND c.attempt = s.attempt AND c.rollout_id = s.rollout_id
   GROUP BY s.run_id, s.attempt, s.group_id

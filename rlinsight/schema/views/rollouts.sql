@@ -21,8 +21,8 @@ WITH samples AS (
   FROM token_runs GROUP BY run_id, attempt, rollout_id
 ), training AS (
   SELECT run_id, attempt, rollout_id, max(step) AS step_trained, max(policy_version) AS policy_version_trained,
-    max(advantage) AS advantage, sum(list_aggregate(loss_mask, 'count_if')) AS loss_tokens,
-    sum(list_aggregate(clipped, 'count_if')) AS clipped_tokens
+    max(advantage) AS advantage, CAST(sum(list_aggregate(loss_mask, 'count_if')) AS BIGINT) AS loss_tokens,
+    CAST(sum(list_aggregate(clipped, 'count_if')) AS BIGINT) AS clipped_tokens
   FROM rollout_training GROUP BY run_id, attempt, rollout_id
 )
 SELECT s.run_id, s.attempt, s.step, t.step_trained, s.rollout_id, s.group_id, s.prompt_id, p.data_source, s.sample_index,
