@@ -14,11 +14,12 @@ import time
 from itertools import cycle
 from pathlib import Path
 
+import duckdb
 import pyarrow.dataset  # noqa: F401  duckdb imports it at its first Arrow insert
 
-from collectors.database import Database
 from collectors.decode import Decoder
 from collectors.writer import Batch, Writer
+from rlinsight import schema
 from tests.synthetic import Request, Run, batch, requests
 
 IN_FLIGHT = 4
@@ -28,8 +29,10 @@ def live(store: Path, acks: Path, ready: int) -> None:
     """Submit batches forever, a few in flight so that groups form."""
     acknowledged = len(acks.read_text().split()) if acks.exists() else 0
     log = os.open(acks, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    database = Database(store)
-    decoder, writer = Decoder(database.columns), Writer(database.con, database.columns)
+    con = duckdb.connect(str(store))
+    schema.apply(con, store)
+    columns = schema.columns(con)
+    decoder, writer = Decoder(columns), Writer(con, columns)
     writer.start()
     os.write(ready, b".")
     content = cycle(list(requests(Run(steps=1, groups=1, group_size=2))))
