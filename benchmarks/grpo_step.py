@@ -107,7 +107,8 @@ def report(ours: list[list[float]], theirs: list[list[float]], options: argparse
         "SmolLM2-135M-Instruct, 64 samples (8 prompts x 8), up to 32 new tokens, lr 1e-5, no KL, bfloat16 compute with",
         "float32 masters; rlinsight with all telemetry on. Alternating runs, the first step of each left out.",
         "",
-        f"Median step: rlinsight {mine:.1f} s ({64 / mine:.1f} samples/s), TRL {peer:.1f} s ({64 / peer:.1f} samples/s).",
+        f"Median step: rlinsight {mine:.1f} s ({64 / mine:.1f} samples/s), "
+        f"TRL {peer:.1f} s ({64 / peer:.1f} samples/s).",
         f"TRL's time over ours, pair by pair: {', '.join(f'{ratio:.2f}' for ratio in pairs)}; "
         f"median {statistics.median(pairs):.2f}.",
         "",
