@@ -20,7 +20,7 @@ SETTINGS = {
     "theme.baseFontSize": "14",
     "theme.baseRadius": "small",
     "theme.light.primaryColor": "#2f6fb0",
-    "theme.dark.primaryColor": "#6ea8dc",
+    "theme.dark.primaryColor": "#3d85c6",
     "theme.light.backgroundColor": "#ffffff",
     "theme.light.secondaryBackgroundColor": "#f5f6f8",
     "theme.light.textColor": "#1f2630",

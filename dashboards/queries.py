@@ -23,8 +23,6 @@ MAX_SIBLINGS = 16
 METRICS = [
     "reward_mean",
     "reward_std",
-    "reward_max",
-    "reward_min",
     "response_length_mean",
     "response_length_max",
     "response_length_truncated",
@@ -37,9 +35,7 @@ METRICS = [
     "ref_kl",
     "clip_fraction",
     "grad_norm",
-    "learning_rate",
     "weights_changed",
-    "staleness",
     "tokens_per_s",
     "generation_tokens_per_s",
 ]

@@ -55,7 +55,7 @@ def _readings(view: View, curves: Frame) -> None:
         ),
         ("Response length", "response_length_mean", number, "off", "sampled tokens per rollout"),
         ("Truncated", "response_length_truncated", percent, "inverse", "responses cut off at max_new_tokens"),
-        ("Tokens per second", "tokens_per_s", number, "normal", "prompt and response tokens over the step's wall time"),
+        ("Tokens per second", "tokens_per_s", number, "off", "prompt and response tokens over the step's wall time"),
     ]
     for column, (label, name, form, sense, meaning) in zip(columns[1:5], readings, strict=True):
         change = last[name] - first[name]
