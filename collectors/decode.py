@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
-from opentelemetry.proto.metrics.v1.metrics_pb2 import AggregationTemporality, Metric
+from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric
 
+from collectors.points import POINT_FACTS, TEMPORALITY, exemplar_facts
 from collectors.projections import PROJECTIONS, PROMOTED, Projection
 from collectors.values import MAX_BIGINT, BadValue, any_value, attributes, coercion, to_json
 from rlinsight import names
@@ -44,10 +45,6 @@ class Decoded:
 
 
 RAW_TABLES = frozenset({"otel_spans", "otel_logs", "otel_metrics"})
-_TEMPORALITY: dict[int, str] = {
-    AggregationTemporality.AGGREGATION_TEMPORALITY_DELTA: "delta",
-    AggregationTemporality.AGGREGATION_TEMPORALITY_CUMULATIVE: "cumulative",
-}
 
 
 class Decoder:
@@ -205,7 +202,7 @@ class Decoder:
             "name": metric.name,
             "unit": metric.unit or None,
             "kind": kind,
-            "temporality": _TEMPORALITY.get(int(getattr(data, "aggregation_temporality", 0))),
+            "temporality": TEMPORALITY.get(int(getattr(data, "aggregation_temporality", 0))),
             "is_monotonic": data.is_monotonic if kind == "sum" else None,
         }
         for point in data.data_points:
@@ -213,11 +210,11 @@ class Decoder:
             attrs = attributes(point.attributes)
             facts = {**base, **stream}
             problem = self._promote(attrs, resource, facts)
-            facts.update(_POINT[kind](point))
+            facts.update(POINT_FACTS[kind](point))
             facts["time_ns"], facts["start_ns"] = _time(point.time_unix_nano), _time(point.start_time_unix_nano)
             facts["attributes"], facts["flags"] = to_json(attrs), point.flags
             exemplars = getattr(point, "exemplars", ())
-            facts["exemplars"] = to_json([_exemplar(exemplar) for exemplar in exemplars]) if exemplars else None
+            facts["exemplars"] = to_json([exemplar_facts(exemplar) for exemplar in exemplars]) if exemplars else None
             out.add("otel_metrics", self._raw_row["otel_metrics"](facts))
             if problem:
                 out.reject(f"metric {metric.name!r}: {problem}")
@@ -306,63 +303,6 @@ def _span_event(event: Any) -> dict[str, Any]:
 
 def _link(link: Any) -> dict[str, Any]:
     return {"trace_id": link.trace_id.hex(), "span_id": link.span_id.hex(), "attributes": attributes(link.attributes)}
-
-
-def _exemplar(exemplar: Any) -> dict[str, Any]:
-    which = exemplar.WhichOneof("value")
-    return {
-        "time_ns": exemplar.time_unix_nano,
-        "value": getattr(exemplar, which) if which else None,
-        "trace_id": exemplar.trace_id.hex(),
-        "span_id": exemplar.span_id.hex(),
-        "attributes": attributes(exemplar.filtered_attributes),
-    }
-
-
-_NO_POINT = dict.fromkeys(("value", "count", "sum", "min", "max", "bounds", "bucket_counts", "detail"))
-
-
-def _number_point(point: Any) -> dict[str, Any]:
-    which = point.WhichOneof("value")
-    return {**_NO_POINT, "value": float(getattr(point, which)) if which else None}
-
-
-def _histogram_point(point: Any) -> dict[str, Any]:
-    facts = {
-        **_NO_POINT,
-        "count": point.count,
-        "bounds": list(point.explicit_bounds),
-        "bucket_counts": list(point.bucket_counts),
-    }
-    return facts | _optional(point, "sum", "min", "max")
-
-
-def _exponential_point(point: Any) -> dict[str, Any]:
-    detail = {
-        "scale": point.scale,
-        "zero_count": point.zero_count,
-        "positive": {"offset": point.positive.offset, "bucket_counts": list(point.positive.bucket_counts)},
-        "negative": {"offset": point.negative.offset, "bucket_counts": list(point.negative.bucket_counts)},
-    }
-    return {**_NO_POINT, "count": point.count, "detail": to_json(detail)} | _optional(point, "sum", "min", "max")
-
-
-def _summary_point(point: Any) -> dict[str, Any]:
-    quantiles = [{"quantile": item.quantile, "value": item.value} for item in point.quantile_values]
-    return {**_NO_POINT, "count": point.count, "sum": point.sum, "detail": to_json({"quantiles": quantiles})}
-
-
-def _optional(point: Any, *fields: str) -> dict[str, Any]:
-    return {name: getattr(point, name) if point.HasField(name) else None for name in fields}
-
-
-_POINT: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "gauge": _number_point,
-    "sum": _number_point,
-    "histogram": _histogram_point,
-    "exponential_histogram": _exponential_point,
-    "summary": _summary_point,
-}
 
 
 def _outline(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """The collector's HTTP side: OTLP in, read-only SQL out, owners and health. A Starlette app; process.py serves it.
 
-Status codes: 400 malformed, 401 no token, 408 body too slow is left to the server, 413 too large, 415 wrong type, 503
-with Retry-After when the queue is full or the store cannot be written; everything else 200, after the commit.
+Status codes: 400 malformed, 401 no token, 413 too large, 415 wrong type, 503 with Retry-After when the queue is full or
+the store cannot be written; everything else is 200, after the commit.
 """
 
 from __future__ import annotations
