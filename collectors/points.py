@@ -1,4 +1,4 @@
-"""The numbers of one OTLP metric point, by kind of metric: gauge, sum, histogram, exponential histogram, summary. Pure."""
+"""The numbers of one OTLP metric point: gauge, sum, histogram, exponential histogram, summary. Pure."""
 
 from __future__ import annotations
 
