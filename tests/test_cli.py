@@ -88,7 +88,7 @@ def test_config_show_resolves_defaults_overrides_and_the_store(tmp_path: Path) -
     )
     shown = yaml.safe_load(result.stdout)
     assert shown["trainer"]["total_steps"] == 5
-    assert shown["trainer"]["warmup_steps"] == 0
+    assert shown["trainer"]["weight_decay"] == 0
     assert shown["telemetry"]["store"] == "x/y.duckdb"
 
 
