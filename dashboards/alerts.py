@@ -65,7 +65,7 @@ def _training(recent: Frame) -> list[Alert]:
     rules = [
         (
             "weights_changed",
-            lambda v: v < 0.01,
+            lambda v: v < 0.01 and mean.get("grad_norm") != 0,  # without a gradient there is nothing to round
             "bad",
             lambda v: (
                 f"Updates change only {percent(v)} of the weights: they are rounded away. Use fp32 master weights."
@@ -75,24 +75,24 @@ def _training(recent: Frame) -> list[Alert]:
             "response_length_truncated",
             lambda v: v > 0.5,
             "warn",
-            lambda v: f"{percent(v)} of responses hit max_new_tokens.",
+            lambda v: f"{percent(v)} of responses hit max_new_tokens",
         ),
         (
             "reward_zero_variance_groups",
             lambda v: v > 0.8,
             "warn",
-            lambda v: f"{percent(v)} of groups have equal rewards and teach nothing.",
+            lambda v: f"{percent(v)} of groups have equal rewards and teach nothing",
         ),
-        ("clip_fraction", lambda v: v > 0.3, "warn", lambda v: f"{percent(v)} of loss tokens are clipped."),
+        ("clip_fraction", lambda v: v > 0.3, "warn", lambda v: f"{percent(v)} of loss tokens are clipped"),
         (
             "rollout_kl",
             lambda v: v > 0.01,
             "warn",
-            lambda v: f"Rollout and training log-probs disagree: KL {number(v)} nat.",
+            lambda v: f"Rollout and training log-probs disagree: KL {number(v)} nat",
         ),
     ]
     return [
-        Alert(level, f"{sentence(mean[name])} (last {len(recent)} steps)")
+        Alert(level, f"{sentence(mean[name])} (last {len(recent)} steps).")
         for name, holds, level, sentence in rules
         if name in mean and not missing(mean[name]) and holds(mean[name])
     ]

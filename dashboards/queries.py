@@ -147,17 +147,21 @@ def components(read: Read, run_id: str) -> Frame:
 
 
 def phase_seconds(read: Read, run_id: str, first: int, last: int) -> Frame:
-    """Seconds of each controller phase by step, with the step's unattributed rest as phase ``unattributed``."""
+    """Seconds of each controller phase by step, with the step's unattributed rest as phase ``unattributed``.
+
+    ``skipped`` says why a phase did no work.
+    """
     return read(
         f"""WITH p AS (
-              SELECT p.step, p.phase, sum(p.end_ns - p.start_ns) / 1e9 AS seconds
+              SELECT p.step, p.phase, sum(p.end_ns - p.start_ns) / 1e9 AS seconds, any_value(p.skipped) AS skipped
               FROM phases p JOIN v_steps s USING (run_id, attempt, step)
               WHERE p.run_id = $run AND p.step BETWEEN $first AND $last GROUP BY ALL
               UNION ALL
-              SELECT step, 'unattributed', unattributed_s FROM v_phase_coverage
+              SELECT step, 'unattributed', unattributed_s, NULL FROM v_phase_coverage
               WHERE run_id = $run AND step BETWEEN $first AND $last),
             w AS (SELECT greatest(1, ceil(($last - $first + 1) / {MAX_POINTS // 4}))::BIGINT AS width)
-            SELECT max(step) AS step, phase, sum(seconds) / count(DISTINCT step) AS seconds
+            SELECT max(step) AS step, phase, sum(seconds) / count(DISTINCT step) AS seconds,
+                   any_value(skipped) AS skipped
             FROM p, w GROUP BY phase, step // width ORDER BY step""",
         {"run": run_id, "first": first, "last": last},
     )

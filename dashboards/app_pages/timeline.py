@@ -73,7 +73,8 @@ def _lanes(spans: Frame, walls: Frame, live: bool) -> None:
 def _durations(view: View, first: int, last: int) -> None:
     st.markdown(f"#### Where the time went: step {first}" + (f" to {last}" if last > first else ""))
     wide = queries.phase_seconds(view.read, view.run_id, max(1, first - CONTEXT), last)
-    here = wide[wide["step"].between(first, last)].groupby("phase")["seconds"].sum()
+    chosen = wide[wide["step"].between(first, last)].groupby("phase")
+    here, skipped = chosen["seconds"].sum(), chosen["skipped"].first()
     if here.empty:
         st.caption("No step has finished yet.")
         return
@@ -87,17 +88,19 @@ def _durations(view: View, first: int, last: int) -> None:
             duration(here[phase]),
             percent(here[phase] / total),
             duration(usual[phase]),
-            _change(here[phase], usual[phase]),
+            _note(here[phase], usual[phase], skipped[phase]),
         )
         for phase in sorted(here.index, key=lambda p: (p == "unattributed", -here[p]))
     ]
     rows.append(("step", duration(total), percent(1.0), DASH, ""))
-    table = pd.DataFrame(rows, columns=["phase", "time", "share", f"median of last {CONTEXT}", "change"])
+    table = pd.DataFrame(rows, columns=["phase", "time", "share", f"median of last {CONTEXT}", "note"])
     st.dataframe(table, hide_index=True, height="content")
 
 
-def _change(seconds: float, usual: float) -> str:
-    """How far a phase is from its usual time, when that is worth a look."""
+def _note(seconds: float, usual: float, skipped: str | None) -> str:
+    """Why a phase did no work, or how far it is from its usual time when that is worth a look."""
+    if not missing(skipped):
+        return f"skipped: {skipped}"
     if missing(usual) or usual <= 0 or abs(seconds - usual) < 0.05:
         return ""
     return f"{(seconds - usual) / usual:+.0%}"

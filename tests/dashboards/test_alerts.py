@@ -45,6 +45,12 @@ def test_training_rules(metric: str, value: float, word: str) -> None:
     assert texts(frame=curves(**{metric: float("nan")})) == []
 
 
+def test_no_gradient_is_not_blamed_on_rounding() -> None:
+    """Weights that stay put because every reward was equal raise no alert about precision."""
+    assert texts(frame=curves(weights_changed=0.0, grad_norm=0.0)) == []
+    assert texts(frame=curves(weights_changed=0.0, grad_norm=0.4)) != []
+
+
 def test_a_span_is_late_after_three_times_its_usual() -> None:
     """Late spans are named with their age; unknown usual length waits five minutes."""
     opened = pd.DataFrame(

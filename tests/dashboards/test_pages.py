@@ -132,6 +132,7 @@ def test_durations_table_ends_with_the_whole_step(open_page: Open, store: Path) 
     table = open_page(store, "timeline", run=MAIN, step=2).dataframe[0].value
     assert "unattributed" in set(table["phase"])
     assert list(table.iloc[-1][["phase", "share"]]) == ["step", "100%"]
+    assert "kl_coef is 0" in table.set_index("phase")["note"]["ref_log_probs"]
 
 
 def test_rollout_filters_from_the_link(open_page: Open, store: Path) -> None:
