@@ -250,6 +250,8 @@ def test_ctrl_c_leaves_a_resumable_run(project: Project) -> None:
     assert "--resume" in out
     (run,) = project.rows("SELECT status, steps_done FROM runs")
     assert run["status"] == "interrupted"
+    assert run["steps_done"] == project.rows("SELECT max(step) AS step FROM train_metrics")[0]["step"]
+    assert all(row["linked"] == row["n"] for row in project.rows("SELECT * FROM v_linkage"))
     project.train("--resume", f"trainer.total_steps={run['steps_done'] + 2}")
     (run,) = project.rows("SELECT status, attempts FROM runs")
     assert (run["status"], run["attempts"]) == ("finished", 2)

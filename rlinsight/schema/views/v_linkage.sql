@@ -1,9 +1,12 @@
 -- How complete are the joins? Per run and edge: n rows on the left, how many of them find their partner, and the fraction.
 -- While a run is live, what is still travelling counts as not linked; a finished run should show 1 on every line.
+-- rollout->reward and step->metrics are about steps that finished: one that was abandoned or failed owes neither.
 -- span_start->span is about spans that should have ended: those of attempts that reported their end.
 CREATE OR REPLACE VIEW v_linkage AS
 WITH known_steps AS (
   SELECT run_id, attempt, step FROM steps UNION SELECT run_id, attempt, step FROM span_starts WHERE name = 'rl.loop'
+), finished AS (
+  SELECT DISTINCT run_id, attempt, step FROM steps WHERE status_code IS DISTINCT FROM 2
 ), sampled AS (SELECT DISTINCT run_id, attempt, rollout_id FROM rollout_samples),
 scored AS (SELECT DISTINCT run_id, attempt, rollout_id FROM rollout_scores),
 prompts AS (SELECT DISTINCT run_id, attempt, group_id FROM group_prompts),
@@ -31,7 +34,7 @@ closed AS (
   GROUP BY r.run_id
   UNION ALL
   SELECT r.run_id, 'rollout->reward', count(*), count(k.rollout_id)
-  FROM rollout_samples r LEFT JOIN scored k ON k.run_id = r.run_id AND k.attempt = r.attempt AND k.rollout_id = r.rollout_id
+  FROM (FROM rollout_samples SEMI JOIN finished USING (run_id, attempt, step)) r LEFT JOIN scored k ON k.run_id = r.run_id AND k.attempt = r.attempt AND k.rollout_id = r.rollout_id
   GROUP BY r.run_id
   UNION ALL
   SELECT t.run_id, 'turn->rollout', count(*), count(k.rollout_id)
@@ -58,7 +61,7 @@ closed AS (
   FROM phases p LEFT JOIN known_steps k ON k.run_id = p.run_id AND k.attempt = p.attempt AND k.step = p.step GROUP BY p.run_id
   UNION ALL
   SELECT s.run_id, 'step->metrics', count(*), count(m.step)
-  FROM steps s LEFT JOIN measured m ON m.run_id = s.run_id AND m.attempt = s.attempt AND m.step = s.step GROUP BY s.run_id
+  FROM finished s LEFT JOIN measured m ON m.run_id = s.run_id AND m.attempt = s.attempt AND m.step = s.step GROUP BY s.run_id
   UNION ALL
   SELECT s.run_id, 'span_start->span', count(*), count(o.span_id)
   FROM closed s LEFT JOIN (SELECT DISTINCT trace_id, span_id FROM otel_spans SEMI JOIN run_ends USING (run_id, attempt)) o
