@@ -1,7 +1,7 @@
-"""From an emit call to the spool: a bounded queue, a thread that batches into it, a thread that delivers, the counts.
+"""From an emit call to the spool: a bounded queue, a thread that encodes and writes, one that delivers, the counts.
 
-``put`` takes no lock another thread holds for longer than a list append, and does no I/O. Does not own messages
-(otlp.py), files (segments.py) or delivery (spool.py).
+``put`` takes no lock another thread holds for longer than a list append, encodes nothing and does no I/O. Does not own
+messages (otlp.py), files (segments.py) or delivery (spool.py).
 """
 
 from __future__ import annotations
@@ -13,12 +13,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from google.protobuf.message import Message
-from opentelemetry.proto.resource.v1.resource_pb2 import Resource
-
 from rlinsight import counts, names
 from rlinsight.counts import Counts
-from rlinsight.otlp import Encoder, Signal, request
+from rlinsight.otlp import Encoder, Item, Signal, name_of, size
 from rlinsight.segments import Batch, Segments
 from rlinsight.spool import Sender
 
@@ -35,28 +32,26 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Item:
+class _Queued:
     signal: Signal
-    message: Message
-    size: int  # bytes
+    item: Item
+    size: int  # bytes in memory, about
 
 
 class Exporter:
     """One producer. Without ``segments`` everything is dropped, counted; without ``endpoint`` it is only spooled."""
 
-    def __init__(
-        self, producer: str, encoder: Encoder, resource: Resource, segments: Segments | None, endpoint: str | None
-    ) -> None:
+    def __init__(self, producer: str, encoder: Encoder, segments: Segments | None, endpoint: str | None) -> None:
         self.counts = Counts.create(producer) if segments is not None else Counts()
         self._producer = producer
         self._encoder = encoder
-        self._resource = resource
         self._segments = segments
         self._sender = Sender(segments, endpoint, self.counts) if segments and endpoint else None
         # Reentrant: a signal handler may emit while its thread is inside an emit call.
         self._lock = threading.RLock()
-        self._items: list[_Item] = []
+        self._items: list[_Queued] = []
         self._bytes = 0
+        self._sealed = False  # the last report is made: what comes now is after the end, and counts nowhere
         # Reentrant too. An event asks for a flush, None says that a batch is full.
         self._wake: queue.SimpleQueue[threading.Event | None] = queue.SimpleQueue()
         self._closing, self._stop = threading.Event(), threading.Event()  # of the writer, then of the sender
@@ -65,16 +60,18 @@ class Exporter:
         self._writer.start()
         self._courier.start()
 
-    def put(self, signal: Signal, message: Message) -> None:
+    def put(self, signal: Signal, item: Item) -> None:
         """Queue a span or a log record; dropped and counted when the queue is full."""
-        item = _Item(signal, message, message.ByteSize())
+        queued = _Queued(signal, item, size(item))
         with self._lock:
+            if self._sealed:
+                return
             self.counts.emitted += 1
-            if len(self._items) >= QUEUE_ITEMS or self._bytes + item.size > QUEUE_BYTES:
+            if len(self._items) >= QUEUE_ITEMS or self._bytes + queued.size > QUEUE_BYTES:
                 self.counts.dropped_queue += 1
                 return
-            self._items.append(item)
-            self._bytes += item.size
+            self._items.append(queued)
+            self._bytes += queued.size
             full = len(self._items) % BATCH_ITEMS == 0
         if full:
             self._wake.put(None)
@@ -84,12 +81,19 @@ class Exporter:
         with self._lock:
             self.counts.overhead_ns += nanoseconds
 
-    def fault(self) -> bool:
-        """Count an item that could not be built; True for the first."""
+    def fault(self, name: str, *, emitted: int = 1) -> None:
+        """Count an item that could not be built; the first one is logged with its traceback.
+
+        ``emitted=0`` if ``put`` has counted it already. To be called while its exception is handled.
+        """
         with self._lock:
-            self.counts.emitted += 1
+            if self._sealed and emitted:
+                return
+            self.counts.emitted += emitted
             self.counts.dropped_fault += 1
-            return self.counts.dropped_fault == 1
+            first = self.counts.dropped_fault == 1
+        if first:
+            _log.warning("telemetry item %r could not be built and is dropped", name, exc_info=True)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything queued is on disk and, with a sender, settled by the collector."""
@@ -134,8 +138,7 @@ class Exporter:
             self._drain()
             for written in flushes:
                 written.set()
-        self._report_health()
-        self._drain()
+        self._drain(last=True)
 
     def _wait(self) -> list[threading.Event]:
         """Sleep until a batch is due; returns the flushes that wait for it."""
@@ -149,10 +152,13 @@ class Exporter:
         except queue.Empty:
             return flushes
 
-    def _drain(self) -> None:
+    def _drain(self, last: bool = False) -> None:
         with self._lock:
+            if last:
+                self._report_health()
             items, self._items = self._items, []
             self._bytes = 0
+            self._sealed = last
         if not items:
             return
         if self._segments is None:
@@ -160,32 +166,49 @@ class Exporter:
             return
         known = self.counts.dropped_limit
         try:
-            lost = self._segments.write([*self._batches(items, "traces"), *self._batches(items, "logs")])
+            encoded = [*self._encode(items, "traces"), *self._encode(items, "logs")]
+            lost = self._segments.write(encoded)
         except Exception:  # out of memory, most likely; this thread must live on
             _log.warning("%d telemetry items lost", len(items), exc_info=True)
-            self.counts.dropped_disk += len(items)
+            self.counts.dropped_disk += len(items) - (self.counts.dropped_limit - known)
             return
         self.counts.dropped_limit += lost.limit
         self.counts.dropped_disk += lost.disk
-        self.counts.written += len(items) - lost.disk - (self.counts.dropped_limit - known)
+        self.counts.written += sum(batch.items for batch in encoded) - lost.disk - lost.limit
 
-    def _batches(self, items: list[_Item], signal: Signal) -> Iterator[Batch]:
+    def _encode(self, queued: list[_Queued], signal: Signal) -> Iterator[Batch]:
         """Requests of one signal, each within the limits of a batch."""
-        messages: list[Message] = []
-        size = 0
-        for item in items:
-            if item.signal != signal:
+        items: list[Item] = []
+        length = 0
+        for entry in queued:
+            if entry.signal != signal:
                 continue
-            if item.size > ITEM_BYTES:
+            if items and (len(items) >= BATCH_ITEMS or length + entry.size > BATCH_BYTES):
+                yield from self._requests(signal, items)
+                items, length = [], 0
+            items.append(entry.item)
+            length += entry.size
+        if items:
+            yield from self._requests(signal, items)
+
+    def _requests(self, signal: Signal, items: list[Item]) -> Iterator[Batch]:
+        """The items as one request, or as more when one that cannot be encoded or sent would cost the others."""
+        try:
+            payload = self._encoder.encode(items)
+        except Exception:
+            if len(items) == 1:
+                self.fault(name_of(items[0]), emitted=0)
+                return
+        else:
+            if len(payload) <= ITEM_BYTES:
+                yield Batch(signal, len(items), payload)
+                return
+            if len(items) == 1:
                 self.counts.dropped_limit += 1
-                continue
-            if messages and (len(messages) >= BATCH_ITEMS or size + item.size > BATCH_BYTES):
-                yield Batch(signal, len(messages), request(signal, self._resource, messages))
-                messages, size = [], 0
-            messages.append(item.message)
-            size += item.size
-        if messages:
-            yield Batch(signal, len(messages), request(signal, self._resource, messages))
+                return
+        half = len(items) // 2
+        yield from self._requests(signal, items[:half])
+        yield from self._requests(signal, items[half:])
 
     def _deliver(self) -> None:
         if self._sender is None:
@@ -205,4 +228,4 @@ class Exporter:
             names.EMITTED: self.counts.emitted + 1,
             names.QUEUE_LENGTH: self._segments.pending if self._segments is not None else 0,
         }
-        self.put("logs", self._encoder.event(names.PRODUCER_HEALTH, None, time.time_ns(), attributes))
+        self.put("logs", self._encoder.record(names.PRODUCER_HEALTH, time.time_ns(), attributes))

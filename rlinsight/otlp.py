@@ -1,23 +1,29 @@
-"""OTLP messages: attributes, spans, events and requests, with the text-capture modes applied while encoding.
+"""From OpenTelemetry SDK objects to OTLP requests, with what may not leave the process taken out on the way.
 
-Owns what may leave the process. Does not own identity or context (telemetry.py) nor where messages go (exporter.py).
+Owns the text-capture modes and which values OTLP can hold. The OTLP exporter's common package builds the messages, from
+a copy of each item that is made here: the package sends what it is given, drops what it cannot encode with an error log
+each and no count, and fails a whole request for one bad name. Does not own identity or context (telemetry.py) nor where
+requests go (exporter.py).
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
-from google.protobuf.message import Message
-from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from opentelemetry.proto.common.v1.common_pb2 import AnyValue, InstrumentationScope
-from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord, ResourceLogs, ScopeLogs
-from opentelemetry.proto.resource.v1.resource_pb2 import Resource
-from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, Status
-from opentelemetry.trace import SpanContext
+from opentelemetry._logs import LogRecord
+from opentelemetry.attributes import BoundedAttributes
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.common._log_encoder import encode_logs
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk._logs import ReadableLogRecord
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import Event, ReadableSpan
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import INVALID_SPAN, Link, Status, set_span_in_context
 
 from rlinsight import __version__, names
 
@@ -27,20 +33,35 @@ SIGNALS: tuple[Signal, ...] = get_args(Signal)
 Scalar = str | bool | int | float | bytes
 AttributeValue = Scalar | Sequence[str] | Sequence[int] | Sequence[float] | BaseException | None
 Attributes = Mapping[Any, AttributeValue]  # keys are str; Mapping[str, ...] would refuse a dict keyed by names.Name
+Item = ReadableSpan | ReadableLogRecord
 
-TEXT_KEYS = frozenset({names.PROMPT_TEXT, names.RESPONSE_TEXT, names.ANSWER, names.COMPONENT_EXPLANATION})
+SCOPE = InstrumentationScope("rlinsight", __version__, names.SCHEMA_URL)
+NO_SPAN: Context = set_span_in_context(INVALID_SPAN, Context())  # an empty one would stand for the current context
+
+TEXT_KEYS = frozenset(
+    {names.PROMPT_TEXT, names.RESPONSE_TEXT, names.ANSWER, names.COMPONENT_EXPLANATION}
+    # What instrumented libraries put into their own spans and events (GenAI and exception conventions).
+    | {"gen_ai.prompt", "gen_ai.completion", "gen_ai.input.messages", "gen_ai.output.messages"}
+    | {"gen_ai.system_instructions", "gen_ai.tool.call.arguments", "gen_ai.tool.call.result"}
+    | {"exception.message", "exception.stacktrace"}
+)
+TEXT_PREFIXES = ("gen_ai.prompt.", "gen_ai.completion.")  # older spelling, one attribute per message
 TOKEN_KEYS = frozenset({names.PROMPT_TOKEN_IDS, names.TOKEN_IDS, names.TOKEN_PIECES})  # these decode to the text
 EXCEPTION_NAME = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Warning)(?=:|$)")
+PLAIN_TYPES = frozenset({str, bytes, bool, int, float})
+INT64 = range(-(2**63), 2**63)
 
-FLAG_SAMPLED = 1
-FLAG_PARENT_KNOWN = 0x100  # the next bit says whether the parent lives in another process
-FLAG_PARENT_REMOTE = 0x200
+SPAN_BYTES = 3000  # what a finished span without attributes takes in this process
+RECORD_BYTES = 600  # a log record
+VALUE_BYTES = 100  # an attribute or an array element, apart from its text
 
-_SCOPE = InstrumentationScope(name="rlinsight", version=__version__)
+
+class TypeName(str):
+    """The type of an exception, which holds no captured text."""
 
 
 class Encoder:
-    """Turns names and Python values into OTLP messages.
+    """Turns spans and log records of any library into requests of one resource.
 
     ``text`` full keeps texts; redacted replaces each by its length and hash; off removes them. Both of the latter also
     remove token ids and pieces, which decode to the text, and cut exceptions to their type. ``token_arrays=False``
@@ -48,97 +69,133 @@ class Encoder:
     dropped_attributes_count.
     """
 
-    def __init__(self, text: TextMode = "full", token_arrays: bool = True) -> None:
+    def __init__(self, resource: Resource, text: TextMode = "full", token_arrays: bool = True) -> None:
         self._text = text
         self._token_arrays = token_arrays
         self._censoring = text != "full" or not token_arrays
+        self.resource = _Resource(self._attributes(resource.attributes), resource.schema_url)
 
-    def span(
-        self,
-        name: str,
-        context: SpanContext,
-        parent: SpanContext | None,
-        start_ns: int,
-        end_ns: int,
-        attributes: Attributes,
-        links: Sequence[SpanContext] = (),
-        error: BaseException | None = None,
-    ) -> Span:
-        """A finished span; ``error`` sets its status."""
-        span = Span(
-            name=name,
-            kind=Span.SPAN_KIND_INTERNAL,
-            trace_id=context.trace_id.to_bytes(16, "big"),
-            span_id=context.span_id.to_bytes(8, "big"),
-            start_time_unix_nano=start_ns,
-            end_time_unix_nano=end_ns,
-            flags=FLAG_SAMPLED | FLAG_PARENT_KNOWN,
-        )
-        if parent is not None:
-            span.parent_span_id = parent.span_id.to_bytes(8, "big")
-            if parent.is_remote:
-                span.flags |= FLAG_PARENT_REMOTE
-        for link in links:
-            span.links.add(trace_id=link.trace_id.to_bytes(16, "big"), span_id=link.span_id.to_bytes(8, "big"))
-        if error is not None:
-            span.status.code = Status.STATUS_CODE_ERROR
-            span.status.message = _utf8(self.describe(error))
-        span.dropped_attributes_count = self._fill(span.attributes, attributes)
-        return span
+    def plain(self, attributes: Attributes) -> dict[str, Any]:
+        """Attributes the SDK takes as they are; None marks what OTLP cannot hold. An unknown (None) is left out.
 
-    def event(self, name: str, context: SpanContext | None, time_ns: int, attributes: Attributes) -> LogRecord:
-        """A log record with an event name, inside the span of ``context``."""
-        record = LogRecord(event_name=name, time_unix_nano=time_ns, observed_time_unix_nano=time_ns)
-        if context is not None:
-            record.trace_id = context.trace_id.to_bytes(16, "big")
-            record.span_id = context.span_id.to_bytes(8, "big")
-            record.flags = FLAG_SAMPLED
-        record.dropped_attributes_count = self._fill(record.attributes, attributes)
-        return record
+        The SDK itself would turn an unfamiliar value, numpy scalars too, into its text, with a warning each.
+        """
+        return {key: self._plain(value) for key, value in attributes.items() if value is not None}
 
-    def resource(self, attributes: Attributes) -> Resource:
-        """Who emits."""
-        resource = Resource()
-        resource.dropped_attributes_count = self._fill(resource.attributes, attributes)
-        return resource
+    def _plain(self, value: Any) -> Any:
+        if isinstance(value, str | bytes | bool | int | float):
+            return value
+        try:
+            if isinstance(value, BaseException):
+                return self.describe(value)
+            if isinstance(value, bytearray | memoryview):
+                return bytes(value)
+            if isinstance(value, Sequence):
+                if set(map(type, value)) <= PLAIN_TYPES:  # long lists of token texts, at a tenth of the time
+                    return value
+                items = [self._plain(item) for item in value]
+                return None if None in items else items
+            scalar = value.item()  # numpy and torch scalars; their arrays raise ValueError here
+        except Exception:
+            return None
+        return scalar if isinstance(scalar, bool | int | float | str) else None
 
     def describe(self, error: BaseException) -> str:
         """``Type: message``, or the type alone when texts are not captured: messages quote prompts."""
-        name = type(error).__name__
+        name = TypeName(type(error).__name__)
         message = str(error) if self._text == "full" else ""
         return f"{name}: {message}" if message else name
 
-    def _fill(self, target: Any, attributes: Attributes) -> int:
-        """Append to a repeated KeyValue; returns how many could not be encoded. None is unknown, so it is left out."""
-        dropped = 0
-        for key, value in attributes.items():
-            if value is not None and self._censoring:
-                value = self._censor(key, value)
-            if value is None:
-                continue
-            pair = target.add()
-            try:
-                pair.key = key
-                _assign(pair.value, self.describe(value) if isinstance(value, BaseException) else value)
-            except (TypeError, ValueError, AttributeError):
-                del target[-1]
-                dropped += 1
-        return dropped
+    def record(self, name: str, time_ns: int, attributes: Mapping[Any, Any]) -> ReadableLogRecord:
+        """An event outside any span."""
+        record = LogRecord(
+            event_name=name, timestamp=time_ns, observed_timestamp=time_ns, context=NO_SPAN, attributes=attributes
+        )
+        return ReadableLogRecord(record, self.resource, SCOPE)
 
-    def _censor(self, key: str, value: AttributeValue) -> AttributeValue:
+    def encode(self, items: Sequence[Item]) -> bytes:
+        """A serialized request holding ``items``, all spans or all log records. Raises if one cannot be encoded."""
+        spans = [self._span(item) for item in items if isinstance(item, ReadableSpan)]
+        if spans:
+            return encode_spans(spans).SerializeToString()
+        records = [self._record(item) for item in items if isinstance(item, ReadableLogRecord)]
+        return encode_logs(records).SerializeToString()
+
+    def _span(self, span: ReadableSpan) -> ReadableSpan:
+        return ReadableSpan(
+            name=_utf8(span.name),
+            context=span.context,
+            parent=span.parent,
+            resource=self.resource,
+            attributes=self._attributes(span.attributes, span.dropped_attributes),
+            events=[
+                Event(_utf8(event.name), self._attributes(event.attributes, event.dropped_attributes), event.timestamp)
+                for event in span.events
+            ],
+            links=[
+                Link(link.context, self._attributes(link.attributes, link.dropped_attributes)) for link in span.links
+            ],
+            kind=span.kind,
+            status=self._status(span.status),
+            start_time=span.start_time,
+            end_time=span.end_time,
+            instrumentation_scope=span.instrumentation_scope,
+        )
+
+    def _record(self, item: ReadableLogRecord) -> ReadableLogRecord:
+        record = copy.copy(item.log_record)
+        record.attributes = self._attributes(record.attributes, item.dropped_attributes)
+        if record.body is not None:
+            # Whatever a library logs may quote what it works on.
+            body = _sendable(record.body)
+            record.body = body if self._text == "full" else self._hide(body)
+        return ReadableLogRecord(record, self.resource, item.instrumentation_scope)
+
+    def _status(self, status: Status) -> Status:
+        if status.description is None:
+            return status
+        description = _utf8(status.description)
+        return Status(status.status_code, description if self._text == "full" else self._exception_type(description))
+
+    def _attributes(self, attributes: Mapping[str, Any] | None, dropped: int = 0) -> Mapping[str, Any]:
+        """What may leave; ``dropped`` counts the values lost before."""
+        kept: dict[str, Any] = {}
+        for key, value in (attributes or {}).items():
+            if value is None:
+                dropped += 1
+                continue
+            if self._censoring and (value := self._censor(key, value)) is None:
+                continue
+            try:
+                kept[_utf8(key)] = _sendable(value)
+            except ValueError:
+                dropped += 1
+        if not dropped:
+            return kept
+        counted = BoundedAttributes(attributes=kept)
+        counted.dropped = dropped
+        return counted
+
+    def _censor(self, key: str, value: Any) -> Any:
         """The value as the mode allows it to leave; None removes it."""
         if key in TOKEN_KEYS:  # here only if texts or arrays are not captured
             return None
-        if isinstance(value, bytes | bytearray | memoryview):
+        if isinstance(value, bytes):
             return value if self._token_arrays else None
         if self._text == "full":
             return value
         if key == names.REASON and isinstance(value, str):
-            kind = EXCEPTION_NAME.match(value)
-            return kind.group() if kind else self._hide(value)
-        return self._hide(value) if key in TEXT_KEYS else value
+            return self._exception_type(value)
+        return self._hide(value) if key in TEXT_KEYS or key.startswith(TEXT_PREFIXES) else value
 
-    def _hide(self, value: AttributeValue) -> str | None:
+    def _exception_type(self, reason: str) -> str | None:
+        """``Type`` of ``Type: message``; any other text is hidden."""
+        if isinstance(reason, TypeName):
+            return reason
+        kind = EXCEPTION_NAME.match(reason)
+        return kind.group() if kind else self._hide(reason)
+
+    def _hide(self, value: Any) -> str | None:
         if self._text == "off":
             return None
         text = value if isinstance(value, str) else repr(value)
@@ -146,43 +203,57 @@ class Encoder:
         return f"[redacted len={len(text)} sha256={digest[:12]}]"
 
 
-def _assign(target: AnyValue, value: Any) -> None:
-    """Set the one field of ``target`` that fits ``value``. Raises TypeError or ValueError for what OTLP cannot hold."""
+class _Resource(Resource):
+    """The exporter's encoder groups items by resource; the SDK's own hash writes it out as JSON, for every item."""
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def name_of(item: Item) -> str:
+    """What a person calls the item."""
+    return str(item.name if isinstance(item, ReadableSpan) else item.log_record.event_name)
+
+
+def size(item: Item) -> int:
+    """About the bytes an item takes in memory; on the wire it takes fewer."""
+    if isinstance(item, ReadableSpan):
+        events = sum(RECORD_BYTES + _size(event.attributes) for event in item.events)
+        return SPAN_BYTES + RECORD_BYTES * len(item.links) + events + _size(item.attributes)
+    return RECORD_BYTES + _size(item.log_record.attributes) + _size(item.log_record.body)
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, str | bytes):
+        return VALUE_BYTES + len(value)
+    if type(value) in PLAIN_TYPES:
+        return VALUE_BYTES
+    if isinstance(value, Mapping):
+        return sum(map(_size, value.values()))
+    if isinstance(value, Sequence):
+        if set(map(type, value)) == {str}:
+            return VALUE_BYTES * len(value) + sum(map(len, value))
+        return sum(map(_size, value))
+    return VALUE_BYTES
+
+
+def _sendable(value: Any) -> Any:
+    """The value as protobuf can hold it. Raises ValueError when it cannot."""
     if isinstance(value, str):
-        try:
-            target.string_value = value
-        except UnicodeEncodeError:
-            target.string_value = _utf8(value)
-    elif isinstance(value, bool):
-        target.bool_value = value
-    elif isinstance(value, int):
-        target.int_value = value
-    elif isinstance(value, float):
-        target.double_value = value
-    elif isinstance(value, bytes | bytearray | memoryview):
-        target.bytes_value = bytes(value)
-    elif isinstance(value, Sequence):
-        target.array_value.SetInParent()
-        for item in value:
-            _assign(target.array_value.values.add(), item)
-    else:  # numpy and torch scalars; their arrays raise ValueError here
-        scalar = value.item()
-        if not isinstance(scalar, bool | int | float | str):
-            raise TypeError(f"an attribute cannot hold {type(value).__name__}")
-        _assign(target, scalar)
+        return _utf8(value)
+    if isinstance(value, int) and value not in INT64:
+        raise ValueError(f"{value} has more than 64 bits")
+    if value is None or isinstance(value, bytes | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {_utf8(key): _sendable(item) for key, item in value.items()}
+    if isinstance(value, Sequence):
+        return tuple(map(_sendable, value))
+    raise ValueError(f"an attribute cannot hold {type(value).__name__}")
 
 
 def _utf8(text: str) -> str:
-    """Text without lone surrogates, which protobuf strings cannot hold."""
+    """Text without lone surrogates, which protobuf strings cannot hold. What is no text is left to protobuf."""
+    if not isinstance(text, str) or text.isascii():
+        return text
     return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def request(signal: Signal, resource: Resource, items: Sequence[Message]) -> bytes:
-    """One serialized export request holding ``items`` (spans or log records) of one resource."""
-    if signal == "traces":
-        spans = ScopeSpans(scope=_SCOPE, spans=items, schema_url=names.SCHEMA_URL)  # pyright: ignore[reportArgumentType]
-        body = ResourceSpans(resource=resource, scope_spans=[spans], schema_url=names.SCHEMA_URL)
-        return ExportTraceServiceRequest(resource_spans=[body]).SerializeToString()
-    logs = ScopeLogs(scope=_SCOPE, log_records=items, schema_url=names.SCHEMA_URL)  # pyright: ignore[reportArgumentType]
-    body = ResourceLogs(resource=resource, scope_logs=[logs], schema_url=names.SCHEMA_URL)
-    return ExportLogsServiceRequest(resource_logs=[body]).SerializeToString()

@@ -7,6 +7,7 @@ fills them (exporter.py).
 from __future__ import annotations
 
 import http.client
+import json
 import logging
 import math
 import random
@@ -22,12 +23,12 @@ from google.protobuf.message import DecodeError
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceResponse
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceResponse
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
-from opentelemetry.proto.resource.v1.resource_pb2 import Resource
+from opentelemetry.sdk.resources import Resource
 
 from rlinsight import names
 from rlinsight.counts import Counts, of_killed, remove
 from rlinsight.errors import SpoolError
-from rlinsight.otlp import Encoder, request
+from rlinsight.otlp import Encoder
 from rlinsight.segments import Batch, Segments
 
 POST_TIMEOUT_S = 10.0
@@ -214,8 +215,9 @@ def _report_death(sender: Sender, segments: Segments, killed: Counts, delivered:
         names.DROPPED_CRASH: lost,
         names.QUEUE_LENGTH: 0,
     }
-    event = Encoder().event(names.PRODUCER_HEALTH, None, time.time_ns(), attributes)
-    payload = request("logs", Resource.FromString(segments.owner), [event])
+    owner = json.loads(segments.owner)
+    encoder = Encoder(Resource(owner["attributes"], owner["schema_url"]))
+    payload = encoder.encode([encoder.record(names.PRODUCER_HEALTH, time.time_ns(), attributes)])
     return sender.post(Batch("logs", 1, payload, DEATH_SEQ)).verdict in ("stored", "refused")
 
 

@@ -1,11 +1,11 @@
 """Spans and events of this process, linked across processes by W3C trace context. A no-op until ``setup``.
 
-Context lives in the OpenTelemetry API, so any library instrumented with it nests under our spans. Spans are encoded
-here rather than by the SDK: its ids come from the global random generator, which training seeds alike in every worker
-(equal trace ids), its environment variables can silence a run, and rollouts need ids reserved before they end.
+They go through the OpenTelemetry SDK, and so do those of every other library in the process that is instrumented with
+it: all of them nest, carry lane and step, and are redacted and delivered alike.
 
-Does not own encoding and redaction (otlp.py), queueing (exporter.py), or disk and delivery (segments.py, spool.py).
-Nothing here raises into the caller or waits for disk or network, except ``flush`` and ``shutdown``.
+Does not own the SDK's providers (providers.py), what is recorded (recorder.py), encoding and redaction (otlp.py),
+queueing (exporter.py), or disk and delivery (segments.py, spool.py). Nothing here raises into the caller or waits for
+disk or network, except ``flush`` and ``shutdown``.
 """
 
 from __future__ import annotations
@@ -13,23 +13,35 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import random
 import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Literal, Self, cast
 
 from opentelemetry import context as otel_context
 from opentelemetry.context import Context
-from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, get_current_span, set_span_in_context
+from opentelemetry.sdk import trace as sdk
+from opentelemetry.sdk._logs import LogRecordProcessor, ReadWriteLogRecord
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
+from opentelemetry.trace import (
+    Link,
+    NonRecordingSpan,
+    SpanContext,
+    Status,
+    StatusCode,
+    get_current_span,
+    set_span_in_context,
+)
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from rlinsight import names
+from rlinsight import names, providers
 from rlinsight.exporter import Exporter
-from rlinsight.otlp import Attributes, AttributeValue, Encoder, TextMode
+from rlinsight.otlp import NO_SPAN, Attributes, AttributeValue, Encoder, TextMode
+from rlinsight.recorder import Recorder
 from rlinsight.segments import Segments
 
 Carrier = Mapping[str, str]
@@ -38,7 +50,7 @@ EXIT_TIMEOUT_S = 2.0  # at interpreter exit; what is left stays in the spool
 
 _log = logging.getLogger(__name__)
 _w3c = TraceContextTextMapPropagator()
-_sampled = TraceFlags(TraceFlags.SAMPLED)
+_sources: providers.Sources | None = None
 _recorder: Recorder | None = None
 _step: int | None = None
 
@@ -63,31 +75,34 @@ def setup(
     ``endpoint`` is the collector's base URL (http://127.0.0.1:PORT); None only spools. An unusable ``spool_dir`` is a
     warning, and everything emitted is counted as dropped. A forked child is silent until it calls ``setup`` itself.
     """
-    global _recorder
+    global _recorder, _sources
     shutdown(EXIT_TIMEOUT_S)
     producer = f"{re.sub(r'[^A-Za-z0-9_.]', '_', role)}-{rank}-{secrets.token_hex(8)}"
-    encoder = Encoder(text, token_arrays)
-    who = encoder.resource(
-        {
-            names.SERVICE_NAME: f"rlinsight.{role}",
-            names.SERVICE_INSTANCE_ID: producer,
-            names.SYSTEM: "rlinsight",
-            names.RUN_ID: run_id,
-            names.ATTEMPT: attempt,
-            names.WORKER_GROUP: role,
-            names.RANK: rank,
-            names.WORLD_SIZE: world_size,
-            **(resource or {}),
-        }
-    )
+    who = {
+        names.SERVICE_NAME: f"rlinsight.{role}",
+        names.SERVICE_INSTANCE_ID: producer,
+        names.SYSTEM: "rlinsight",
+        names.RUN_ID: run_id,
+        names.ATTEMPT: attempt,
+        names.WORKER_GROUP: role,
+        names.RANK: rank,
+        names.WORLD_SIZE: world_size,
+        **(resource or {}),
+    }
+    encoder = Encoder(Resource.create(who, names.SCHEMA_URL), text, token_arrays)
     try:
-        segments = Segments.create(Path(spool_dir), producer, spool_bytes, who.SerializeToString())
+        owner = encoder.resource.to_json(indent=None).encode()
+        segments = Segments.create(Path(spool_dir), producer, spool_bytes, owner)
     except OSError as error:
         _log.warning(
             "telemetry is dropped: spool directory %s is unusable (%s); set one that is writable", spool_dir, error
         )
         segments = None
-    _recorder = Recorder(encoder, Exporter(producer, encoder, who, segments, endpoint), lane or f"{role}/{rank}")
+    if _sources is None:
+        processor = _Processor()
+        _sources = providers.install(processor, processor, encoder.resource)
+    exporter = Exporter(producer, encoder, segments, endpoint)
+    _recorder = Recorder(encoder, exporter, _sources, lane or f"{role}/{rank}")
 
 
 def shutdown(timeout_s: float = 10.0) -> bool:
@@ -150,18 +165,19 @@ def record_span(
     began = time.perf_counter_ns()
     context = None
     try:
-        parent = None if root or (identity and not carrier) else _parent(carrier)
-        context = _span_context(identity) or recorder.new_context(parent)
-        recorder.emit_span(name, context, parent, start_ns, end_ns, attributes or {}, links, None)
+        parent = None if root or (identity and not carrier) else _span_context(_context(carrier))
+        context = _span_context(_context(identity)) if identity else None
+        context = context or providers.new_context(parent)
+        recorder.span(name, context, parent, start_ns, end_ns, attributes or {}, _links(links), _step)
     except Exception:
-        recorder.fault(name)
+        recorder.exporter.fault(name)
     recorder.exporter.spent(time.perf_counter_ns() - began)
     return _carrier_of(context)
 
 
 def new_carrier() -> dict[str, str]:
     """Reserve the ids of a new root span, so children can be emitted first; empty when not recording."""
-    return {} if _recorder is None else _carrier_of(_recorder.new_context(None))
+    return {} if _recorder is None else _carrier_of(providers.new_context(None))
 
 
 def event(name: str, attributes: Attributes, *, carrier: Carrier | None = None, time_ns: int | None = None) -> None:
@@ -171,15 +187,15 @@ def event(name: str, attributes: Attributes, *, carrier: Carrier | None = None, 
         return
     began = time.perf_counter_ns()
     try:
-        recorder.emit_event(name, _parent(carrier), time.time_ns() if time_ns is None else time_ns, attributes)
+        recorder.event(name, _context(carrier), time.time_ns() if time_ns is None else time_ns, attributes)
     except Exception:
-        recorder.fault(name)
+        recorder.exporter.fault(name)
     recorder.exporter.spent(time.perf_counter_ns() - began)
 
 
 def inject() -> dict[str, str]:
     """W3C carrier of the current span, to send along with a remote call; empty outside any span."""
-    return _carrier_of(_parent(None))
+    return _carrier_of(_span_context(None))
 
 
 def attach(carrier: Carrier) -> _Attached:
@@ -209,18 +225,20 @@ class Span:
         self._name = name
         self._attributes: dict[str, AttributeValue] = dict(attributes)
         self._announce, self._root, self._carrier, self._links = announce, root, carrier, links
-        self._context: SpanContext | None = None
-        self._parent: SpanContext | None = None
+        self._span: sdk.Span | None = None
         self._token = None
         self._start_ns = self._began = 0
 
     def set(self, attributes: Attributes) -> None:
         """Add or replace attributes."""
-        self._attributes.update(attributes)
+        if self._span is None or self._recorder is None:
+            self._attributes.update(attributes)
+        else:
+            self._span.set_attributes(self._recorder.encoder.plain(attributes))
 
     def carrier(self) -> dict[str, str]:
         """W3C carrier of this span; empty when not recording."""
-        return _carrier_of(self._context)
+        return {} if self._span is None else _carrier_of(self._span.get_span_context())
 
     def __enter__(self) -> Self:
         recorder = self._recorder
@@ -229,15 +247,19 @@ class Span:
         self._began = time.perf_counter_ns()
         self._start_ns = time.time_ns()
         try:
-            self._parent = None if self._root else _parent(self._carrier)
-            self._context = recorder.new_context(self._parent)
-            self._token = otel_context.attach(set_span_in_context(NonRecordingSpan(self._context)))
-            if _step is not None:
-                self._attributes.setdefault(names.STEP_INDEX, _step)
+            span = recorder.tracer.start_span(
+                self._name,
+                NO_SPAN if self._root else _context(self._carrier),
+                attributes=recorder.encoder.plain(self._attributes),
+                links=_links(self._links),
+                start_time=self._start_ns,
+            )
+            self._span = span = cast(sdk.Span, span)  # the sampler takes every one
+            self._token = otel_context.attach(set_span_in_context(span))
             if self._announce:
-                recorder.announce(self._name, self._context, self._parent, self._start_ns, self._attributes)
+                recorder.announce(span)
         except Exception:
-            recorder.fault(self._name)
+            recorder.exporter.fault(self._name)
         recorder.exporter.spent(time.perf_counter_ns() - self._began)
         return self
 
@@ -248,76 +270,55 @@ class Span:
             otel_context.detach(self._token)
         recorder = self._recorder
         # A fork inside the block leaves this span to the parent process; a later setup leaves it to nobody.
-        if recorder is None or recorder is not _recorder or self._context is None:
+        if recorder is None or recorder is not _recorder or self._span is None:
             return
         ended = time.perf_counter_ns()
         try:
+            if error is not None:
+                self._span.set_status(Status(StatusCode.ERROR, recorder.encoder.describe(error)))
             # Elapsed time is monotonic: a wall clock set back must not give a negative duration.
-            end_ns = self._start_ns + ended - self._began
-            recorder.emit_span(
-                self._name, self._context, self._parent, self._start_ns, end_ns, self._attributes, self._links, error
-            )
+            self._span.end(self._start_ns + ended - self._began)
         except Exception:
-            recorder.fault(self._name)
+            recorder.exporter.fault(self._name)
         recorder.exporter.spent(time.perf_counter_ns() - ended)
 
 
-class Recorder:
-    """What one ``setup`` created: identity, encoder, exporter."""
+class _Processor(SpanProcessor, LogRecordProcessor):
+    """Hands what the providers produce to the recorder of the latest ``setup``; to nobody before and after it."""
 
-    def __init__(self, encoder: Encoder, exporter: Exporter, lane: str) -> None:
-        self._encoder = encoder
-        self.exporter = exporter
-        self._lane = lane
-        self._random = random.Random(secrets.randbits(128))  # never the generator that training seeds and reads
+    def on_start(self, span: sdk.Span, parent_context: Context | None = None) -> None:
+        """Of any library, like the calls below; none of them may raise into it."""
+        recorder = _recorder
+        if recorder is not None:
+            try:
+                recorder.begin(span, _step)
+            except Exception:
+                recorder.exporter.fault(span.name)
 
-    def new_context(self, parent: SpanContext | None) -> SpanContext:
-        """Fresh ids, in the parent's trace if there is one."""
-        trace_id = parent.trace_id if parent is not None else self._random.getrandbits(128) or 1
-        return SpanContext(trace_id, self._random.getrandbits(64) or 1, is_remote=False, trace_flags=_sampled)
+    def on_end(self, span: ReadableSpan) -> None:
+        """See ``on_start``."""
+        recorder = _recorder
+        if recorder is not None:
+            try:
+                recorder.end(span)
+            except Exception:
+                recorder.exporter.fault(span.name)
 
-    def emit_span(
-        self,
-        name: str,
-        context: SpanContext,
-        parent: SpanContext | None,
-        start_ns: int,
-        end_ns: int,
-        attributes: Attributes,
-        links: Sequence[Carrier],
-        error: BaseException | None,
-    ) -> None:
-        """Encode and queue a finished span."""
-        linked = [target for target in map(_span_context, links) if target is not None]
-        complete = {names.LANE: self._lane, **attributes}
-        if _step is not None:
-            complete.setdefault(names.STEP_INDEX, _step)
-        self.exporter.put(
-            "traces", self._encoder.span(name, context, parent, start_ns, end_ns, complete, linked, error)
-        )
+    def on_emit(self, log_record: ReadWriteLogRecord) -> None:
+        """See ``on_start``."""
+        recorder = _recorder
+        if recorder is not None:
+            try:
+                recorder.log(log_record, _step)
+            except Exception:
+                recorder.exporter.fault(str(log_record.log_record.event_name))
 
-    def emit_event(self, name: str, context: SpanContext | None, time_ns: int, attributes: Attributes) -> None:
-        """Encode and queue an event."""
-        if _step is not None and names.STEP_INDEX not in attributes:
-            attributes = {names.STEP_INDEX: _step, **attributes}
-        self.exporter.put("logs", self._encoder.event(name, context, time_ns, attributes))
+    def shutdown(self) -> None:
+        """Nothing: a library that shuts the global provider down does not end our recording."""
 
-    def announce(
-        self, name: str, context: SpanContext, parent: SpanContext | None, start_ns: int, attributes: Attributes
-    ) -> None:
-        """Say that a span has begun, with what is known of it so far."""
-        start: dict[str, AttributeValue] = {
-            names.START_NAME: name,
-            names.START_NS: start_ns,
-            names.START_PARENT: None if parent is None else f"{parent.span_id:016x}",
-            names.LANE: self._lane,
-        }
-        self.emit_event(names.SPAN_START, context, start_ns, start | dict(attributes))
-
-    def fault(self, name: str) -> None:
-        """Count an item that could not be built; the first one is logged with its traceback."""
-        if self.exporter.fault():
-            _log.warning("telemetry item %r could not be built and is dropped", name, exc_info=True)
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        """``flush``."""
+        return flush(timeout_millis / 1000)
 
 
 class _Attached:
@@ -328,9 +329,9 @@ class _Attached:
         self._token = None
 
     def __enter__(self) -> None:
-        context = _span_context(self._carrier)
-        if context is not None:
-            self._token = otel_context.attach(set_span_in_context(NonRecordingSpan(context)))
+        remote = get_current_span(_context(self._carrier)) if self._carrier else None
+        if remote is not None and remote.get_span_context().is_valid:
+            self._token = otel_context.attach(set_span_in_context(remote))
 
     def __exit__(self, *error: object) -> Literal[False]:
         if self._token is not None:
@@ -355,20 +356,20 @@ class _StepContext:
         return False
 
 
-def _parent(carrier: Carrier | None) -> SpanContext | None:
-    """The span of ``carrier``, else the current one."""
-    if carrier:
-        return _span_context(carrier)
-    context = get_current_span().get_span_context()
-    return context if context.is_valid else None
+def _context(carrier: Carrier | None) -> Context | None:
+    """Where the span of ``carrier`` is current, or none if it is not W3C; None, the present context, without one."""
+    return _w3c.extract(carrier, NO_SPAN) if carrier else None
 
 
-def _span_context(carrier: Carrier | None) -> SpanContext | None:
-    """What a carrier points at; None when it is empty or not W3C."""
-    if not carrier:
-        return None
-    context = get_current_span(_w3c.extract(carrier, Context())).get_span_context()
-    return context if context.is_valid else None
+def _span_context(context: Context | None) -> SpanContext | None:
+    """The span that is current in ``context``, the present one if None."""
+    current = get_current_span(context).get_span_context()
+    return current if current.is_valid else None
+
+
+def _links(carriers: Sequence[Carrier]) -> list[Link]:
+    targets = [_span_context(_context(carrier)) for carrier in carriers if carrier]
+    return [Link(target) for target in targets if target is not None]
 
 
 def _carrier_of(context: SpanContext | None) -> dict[str, str]:

@@ -63,11 +63,16 @@ class Collector:
             return answer
 
     def spans(self) -> list[Span]:
-        return [span for batch in self._batches("/v1/traces") for span in batch.resource_spans[0].scope_spans[0].spans]
+        scopes = [s for batch in self._batches("/v1/traces") for r in batch.resource_spans for s in r.scope_spans]
+        return [span for scope in scopes for span in scope.spans]
 
     def events(self, name: str | None = None) -> list[LogRecord]:
-        records = [r for batch in self._batches("/v1/logs") for r in batch.resource_logs[0].scope_logs[0].log_records]
-        return [record for record in records if name is None or record.event_name == name]
+        scopes = [s for batch in self._batches("/v1/logs") for r in batch.resource_logs for s in r.scope_logs]
+        return [record for s in scopes for record in s.log_records if name is None or record.event_name == name]
+
+    def scopes(self) -> set[str]:
+        resources = [resource for batch in self._batches("/v1/traces") for resource in batch.resource_spans]
+        return {spans.scope.name for resource in resources for spans in resource.scope_spans}
 
     def span(self, name: str) -> Span:
         (span,) = [span for span in self.spans() if span.name == name]

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -17,10 +18,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from opentelemetry import trace
+from opentelemetry._logs import get_logger, get_logger_provider
 
 from rlinsight import exporter, names, telemetry
 from tests.scripted_collector import Collector, attributes, running
 
+ROOT = Path(__file__).parents[1]
 TraceFunction = Any  # typeshed's own type is private
 SECRETS = ("swordfish-prompt", "swordfish-response", "swordfish-answer", "swordfish-seen", "swordfish-error", "swordf")
 
@@ -250,6 +254,194 @@ def test_ids_neither_read_nor_repeat_the_training_seed(tmp_path: Path) -> None:
     assert len(seen) == 2
 
 
+def in_process(code: str, *arguments: str, **environment: str) -> str:
+    """Run ``code`` in a process of its own; returns what it printed."""
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+SEEDED = """
+import random, sys
+from pathlib import Path
+from opentelemetry import trace
+from rlinsight import telemetry
+random.seed(0)
+telemetry.setup("policy", spool_dir=Path(sys.argv[1]), run_id="r", attempt=1, endpoint=None)
+print(telemetry.new_carrier()["traceparent"])
+print(trace.format_trace_id(trace.get_tracer("x").start_span("y").get_span_context().trace_id))
+"""
+
+
+def test_processes_seeded_alike_have_different_ids(tmp_path: Path) -> None:
+    """Workers that seed the global generator equally share no trace id, in our spans or in a library's."""
+    lines = [line for _ in range(2) for line in in_process(SEEDED, str(tmp_path)).splitlines()]
+    assert len(set(lines)) == 4
+
+
+def test_spans_of_other_libraries_belong_to_ours(collector: Collector, tmp_path: Path) -> None:
+    """A span any library makes inside ours is its child, with lane, step, its events and scope; ours nest in it too."""
+    tracer = trace.get_tracer("a-library", "1.2")
+    start(collector, tmp_path, lane="policy/3")
+    with telemetry.step_context(4), telemetry.span("ours"):
+        with tracer.start_as_current_span("theirs", attributes={"k": "v"}) as span:
+            span.add_event("something", {"detail": 1})
+            with telemetry.span("inner"):
+                pass
+        trace.get_current_span().set_attribute("from-elsewhere", 5)
+        get_logger("a-library").emit(event_name="their-event", body="a line")
+    assert telemetry.shutdown(5)
+    ours, theirs, inner = (collector.span(name) for name in ("ours", "theirs", "inner"))
+    assert (theirs.trace_id, theirs.parent_span_id) == (ours.trace_id, ours.span_id)
+    assert inner.parent_span_id == theirs.span_id
+    assert attributes(theirs.attributes) == {"k": "v", names.LANE: "policy/3", names.STEP_INDEX: 4}
+    assert [(event.name, attributes(event.attributes)) for event in theirs.events] == [("something", {"detail": 1})]
+    assert attributes(ours.attributes)["from-elsewhere"] == 5
+    (record,) = collector.events("their-event")
+    assert (record.body.string_value, record.span_id) == ("a line", ours.span_id)
+    assert attributes(record.attributes)[names.STEP_INDEX] == 4
+    assert collector.scopes() == {"rlinsight", "a-library"}
+
+
+def test_what_other_libraries_record_cannot_cost_a_batch(collector: Collector, tmp_path: Path) -> None:
+    """A library's value that OTLP cannot hold is counted on its span; an unusable name costs that span alone."""
+    start(collector, tmp_path)
+    tracer = trace.get_tracer("careless")
+    tracer.start_span("lone \ud800", attributes={"huge": 2**70, "text\ud800": "\ud800", "list": [1, None, 2]}).end()
+    tracer.start_span(["no", "name"]).end()  # type: ignore[arg-type]
+    for index in range(20):
+        tracer.start_span(f"span {index}", attributes={f"key {n}": "x" * 5000 for n in range(200)}).end()
+    assert not telemetry.shutdown(5)
+    spans = collector.spans()
+    assert [span.name for span in spans] == ["lone ?", *(f"span {index}" for index in range(20))]
+    first = attributes(spans[0].attributes)
+    assert (first["text?"], first["list"], spans[0].dropped_attributes_count) == ("?", [1, None, 2], 1)
+    assert all(len(span.attributes) == 201 for span in spans[1:])
+    health = attributes(collector.events(names.PRODUCER_HEALTH)[-1].attributes)
+    assert health[names.DROPPED_FAULT] == 1
+
+
+def emit_foreign_secrets() -> None:
+    """Content as the GenAI conventions, old and new, and failing spans carry it."""
+    prompt, response, answer, seen, error, _ = SECRETS
+    tracer = trace.get_tracer("engine")
+    content = {
+        "gen_ai.prompt": prompt,
+        "gen_ai.completion.0.content": response,
+        "gen_ai.input.messages": f'[{{"role": "user", "content": "{prompt}"}}]',
+        "gen_ai.output.messages": [response, seen],
+        "gen_ai.system_instructions": answer,
+        "gen_ai.usage.input_tokens": 7,
+    }
+    with contextlib.suppress(ValueError), tracer.start_as_current_span("foreign", attributes=content) as span:
+        span.add_event("gen_ai.content.prompt", {"gen_ai.prompt": prompt})
+        get_logger("engine").emit(event_name="gen_ai.user.message", body={"content": prompt})
+        raise ValueError(f"bad: {error}")
+    tracer.start_span("told").set_status(trace.StatusCode.ERROR, f"cannot answer {prompt}")
+    with tracer.start_as_current_span("told") as span:
+        span.set_status(trace.StatusCode.ERROR, f"cannot answer {prompt}")
+
+
+@pytest.mark.parametrize("text", ["redacted", "off"])
+def test_no_text_of_other_libraries_leaves_unless_captured_in_full(text, collector: Collector, tmp_path: Path) -> None:
+    """Content attributes, exception events, status messages and log bodies of any library obey the text mode."""
+    start(collector, tmp_path, text=text)
+    emit_foreign_secrets()
+    assert telemetry.shutdown(5)
+    for secret in SECRETS[:5]:
+        assert secret.encode() not in collector.raw
+    foreign = collector.span("foreign")
+    assert attributes(foreign.attributes)["gen_ai.usage.input_tokens"] == 7
+    assert foreign.status.message == "ValueError"
+    kinds = [attributes(event.attributes).get("exception.type") for event in foreign.events]
+    assert kinds == [None, "ValueError"]
+
+
+def test_full_capture_keeps_the_texts_of_other_libraries(collector: Collector, tmp_path: Path) -> None:
+    """Mode full carries every secret of other libraries, so the test above can fail."""
+    start(collector, tmp_path)
+    emit_foreign_secrets()
+    assert telemetry.shutdown(5)
+    assert all(secret.encode() in collector.raw for secret in SECRETS[:5])
+
+
+OFF = """
+import sys
+from pathlib import Path
+from opentelemetry import trace
+from rlinsight import telemetry
+telemetry.setup("controller", spool_dir=Path(sys.argv[1]), run_id="run-1", attempt=1, endpoint=sys.argv[2])
+with telemetry.span("ours", {f"key {n}": "x" * 100 for n in range(200)}):
+    with trace.get_tracer("x").start_as_current_span("theirs", attributes={f"key {n}": "x" * 100 for n in range(200)}):
+        telemetry.event("event", {f"key {n}": "x" * 100 for n in range(200)})
+assert telemetry.shutdown(10)
+"""
+
+
+def test_environment_variables_cannot_silence_or_truncate(collector: Collector, tmp_path: Path) -> None:
+    """OTEL_SDK_DISABLED, a sampler that is off and length and count limits change nothing of what is recorded."""
+    limits = ("ATTRIBUTE", "SPAN_ATTRIBUTE", "LOGRECORD_ATTRIBUTE")
+    environment = {f"OTEL_{name}_COUNT_LIMIT": "1" for name in limits}
+    environment |= {f"OTEL_{name}_VALUE_LENGTH_LIMIT": "1" for name in limits}
+    off = {"OTEL_SDK_DISABLED": "true", "OTEL_TRACES_SAMPLER": "always_off"}
+    in_process(OFF, str(tmp_path), collector.url, **environment, **off)
+    ours, theirs, (event,) = collector.span("ours"), collector.span("theirs"), collector.events("event")
+    assert (theirs.parent_span_id, event.span_id) == (ours.span_id, theirs.span_id)
+    for item in (ours, theirs, event):
+        seen = attributes(item.attributes)
+        assert all(seen[f"key {n}"] == "x" * 100 for n in range(200))
+
+
+OTHER_PROVIDER = """
+import sys
+from pathlib import Path
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from rlinsight import telemetry
+trace.set_tracer_provider(TracerProvider())
+telemetry.setup("controller", spool_dir=Path(sys.argv[1]), run_id="run-1", attempt=1, endpoint=sys.argv[2])
+with telemetry.span("ours"), trace.get_tracer("x").start_as_current_span("theirs"):
+    pass
+assert telemetry.shutdown(10)
+"""
+
+
+def test_a_provider_set_by_the_program_feeds_us_too(collector: Collector, tmp_path: Path) -> None:
+    """A program that made its own SDK provider global before setup keeps it, and its spans are recorded as well."""
+    in_process(OTHER_PROVIDER, str(tmp_path), collector.url)
+    assert collector.span("theirs").parent_span_id == collector.span("ours").span_id
+
+
+def test_setup_again_starts_a_new_recording(collector: Collector, tmp_path: Path, caplog: Any) -> None:
+    """After a second setup a tracer got before works on, as the new producer; a span still open then is nobody's."""
+    start(collector, tmp_path, lane="first")
+    tracer = trace.get_tracer("a-library")
+    tracer.start_span("one").end()
+    open_span = tracer.start_span("open")
+    start(collector, tmp_path, lane="second")
+    open_span.end()
+    tracer.start_span("two").end()
+    assert telemetry.shutdown(5)
+    tracer.start_span("after").end()
+    lanes = {span.name: attributes(span.attributes)[names.LANE] for span in collector.spans()}
+    assert lanes == {"one": "first", "two": "second"}
+    assert len({request.producer for request in collector.requests}) == 2
+    assert caplog.text == ""
+
+
+def test_shutting_the_global_provider_down_does_not_silence_us(collector: Collector, tmp_path: Path) -> None:
+    """A library that flushes and shuts down the global providers ends no recording."""
+    start(collector, tmp_path)
+    for provider in (trace.get_tracer_provider(), get_logger_provider()):
+        assert provider.force_flush()  # type: ignore[attr-defined]
+        provider.shutdown()  # type: ignore[attr-defined]
+    with telemetry.span("after"):
+        telemetry.event("after", {})
+    assert telemetry.shutdown(5)
+    assert collector.span("after").span_id == collector.events("after")[0].span_id
+
+
 def test_an_unusable_spool_is_a_warning_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A spool directory that cannot be made never fails training; every item counts as dropped."""
     (tmp_path / "file").write_text("in the way")
@@ -358,7 +550,7 @@ def test_a_signal_handler_may_emit(collector: Collector, tmp_path: Path) -> None
 def test_a_forked_child_is_silent_until_it_sets_up_itself(collector: Collector, tmp_path: Path) -> None:
     """A fork inside a span duplicates nothing; the child may record under its own producer."""
     start(collector, tmp_path)
-    with telemetry.span("parent"):
+    with telemetry.span("parent"), trace.get_tracer("a-library").start_as_current_span("their parent"):
         child = os.fork()
         if child == 0:
             code = 1
@@ -367,13 +559,14 @@ def test_a_forked_child_is_silent_until_it_sets_up_itself(collector: Collector, 
                 telemetry.event("lost", {})
                 telemetry.setup("child", spool_dir=tmp_path, run_id="run-1", attempt=1, endpoint=collector.url)
                 telemetry.event("from-child", {})
+                trace.get_current_span().end()  # the parent's, as a library would
                 assert telemetry.shutdown(5)
                 code = 0
             finally:
                 os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert telemetry.shutdown(5)
-    assert [span.name for span in collector.spans()] == ["parent"]
+    assert [span.name for span in collector.spans()] == ["their parent", "parent"]
     assert len(collector.events("from-child")) == 1
     assert collector.events("lost") == []
     assert len({request.producer for request in collector.requests}) == 2
@@ -417,3 +610,28 @@ def test_the_final_health_report_accounts_for_every_item(collector: Collector, t
     assert sum(value for name, value in health.items() if ".dropped" in name) == 0
     assert health[names.OVERHEAD_NS] > 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_call_that_shutdown_overtakes_counts_nowhere(collector: Collector, tmp_path: Path) -> None:
+    """A thread still inside an emit call when the last report is made changes no count: shutdown is True and exact."""
+    start(collector, tmp_path)
+    recorder = telemetry._recorder
+    assert recorder is not None
+    inside, release = threading.Event(), threading.Event()
+
+    class SlowScalar:
+        def item(self) -> int:
+            inside.set()
+            release.wait(10)
+            return 1
+
+    slow: Any = SlowScalar()
+    late = threading.Thread(target=lambda: telemetry.record_span("late", 1, 2, {"slow": slow}))
+    late.start()
+    assert inside.wait(5)
+    telemetry.event("e", {})
+    assert telemetry.shutdown(10)
+    release.set()
+    late.join()
+    assert recorder.exporter.counts.emitted == recorder.exporter.counts.sent == len(collector.events())
+    assert collector.spans() == []

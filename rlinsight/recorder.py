@@ -1,0 +1,104 @@
+"""What one ``telemetry.setup`` records: spans and log records of every library here, marked and queued.
+
+Does not own context and the public calls (telemetry.py), the SDK's providers (providers.py), encoding (otlp.py) or
+queueing (exporter.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from opentelemetry._logs import LogRecord
+from opentelemetry.attributes import BoundedAttributes
+from opentelemetry.context import Context
+from opentelemetry.sdk._logs import ReadableLogRecord, ReadWriteLogRecord
+from opentelemetry.sdk.trace import ReadableSpan, Span
+from opentelemetry.trace import Link, SpanContext
+
+from rlinsight import names
+from rlinsight.exporter import Exporter
+from rlinsight.otlp import SCOPE, Attributes, Encoder
+from rlinsight.providers import Sources
+
+
+class Recorder:
+    """Identity, encoder and exporter of one recording; ``step`` is the process's step when a call is made."""
+
+    def __init__(self, encoder: Encoder, exporter: Exporter, sources: Sources, lane: str) -> None:
+        self.encoder = encoder
+        self.exporter = exporter
+        self.tracer = sources.tracer
+        self._logger = sources.logger
+        self._lane = lane
+        self._open: set[int] = set()  # span ids begun in this recording
+
+    def begin(self, span: Span, step: int | None) -> None:
+        """Give a span of any library that has just started its lane and step."""
+        self._open.add(span.get_span_context().span_id)
+        marks = self._marks(span.attributes or {}, step)
+        if marks:
+            span.set_attributes(marks)
+
+    def end(self, span: ReadableSpan) -> None:
+        """Queue a finished span; one that began before this recording belongs to another process or to nobody."""
+        context = span.get_span_context()
+        if context is not None and context.span_id in self._open:
+            self._open.discard(context.span_id)
+            self.exporter.put("traces", span)
+
+    def span(
+        self,
+        name: str,
+        context: SpanContext,
+        parent: SpanContext | None,
+        start_ns: int,
+        end_ns: int,
+        attributes: Attributes,
+        links: Sequence[Link],
+        step: int | None,
+    ) -> None:
+        """Queue a span known after the fact. The SDK's tracer takes no ids that were reserved earlier."""
+        complete = self.encoder.plain(attributes)
+        complete |= self._marks(complete, step)
+        span = ReadableSpan(
+            name, context, parent, self.encoder.resource,
+            attributes=BoundedAttributes(attributes=complete),
+            links=links,
+            start_time=start_ns,
+            end_time=end_ns,
+            instrumentation_scope=SCOPE,
+        )  # fmt: skip
+        self.exporter.put("traces", span)
+
+    def event(self, name: str, context: Context | None, time_ns: int, attributes: Attributes) -> None:
+        """Emit an event of ours inside the span of ``context``, the current one if None."""
+        record = LogRecord(
+            event_name=name,
+            timestamp=time_ns,
+            observed_timestamp=time_ns,
+            context=context,
+            attributes=self.encoder.plain(attributes),
+        )
+        self._logger.emit(record)
+
+    def log(self, record: ReadWriteLogRecord, step: int | None) -> None:
+        """Queue a log record of any library."""
+        own = record.log_record
+        if step is not None and isinstance(own.attributes, BoundedAttributes):
+            own.attributes.setdefault(names.STEP_INDEX, step)
+        self.exporter.put("logs", ReadableLogRecord(own, self.encoder.resource, record.instrumentation_scope))
+
+    def announce(self, span: Span) -> None:
+        """Say that a span has begun, with what is known of it so far."""
+        start: dict[Any, Any] = {
+            names.START_NAME: span.name,
+            names.START_NS: span.start_time,
+            names.START_PARENT: None if span.parent is None else f"{span.parent.span_id:016x}",
+        }
+        self.event(names.SPAN_START, None, span.start_time or 0, start | dict[Any, Any](span.attributes or {}))
+
+    def _marks(self, attributes: Mapping[str, Any], step: int | None) -> dict[str, Any]:
+        """Lane and step, where an item does not state its own."""
+        marks = {names.LANE: self._lane, names.STEP_INDEX: step}
+        return {key: value for key, value in marks.items() if value is not None and key not in attributes}
