@@ -58,6 +58,7 @@ class Project:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=os.environ | {MARK: str(self.path)},
+            start_new_session=True,  # a process group of its own, as a terminal gives a command
         )
 
     def train(self, *arguments: str, exit_code: int = 0) -> str:
@@ -243,7 +244,7 @@ def test_ctrl_c_leaves_a_resumable_run(project: Project) -> None:
     project.tree["trainer"] |= {"total_steps": 500}
     process = project.start()
     _wait_for_step(project, 3)
-    process.send_signal(signal.SIGINT)
+    os.killpg(process.pid, signal.SIGINT)  # a terminal signals every process of the group, Ray's too
     out, err = process.communicate(timeout=120)
     assert process.returncode == 130, out + err
     assert project.processes() == []
