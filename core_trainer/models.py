@@ -129,7 +129,7 @@ def _from_hub(repo_id: str, revision: str | None) -> Path:
             "go online once, or set model.source to a safetensors directory, a .gguf file or package:<name>"
         ) from None
     except (HfHubHTTPError, OSError) as error:
-        raise ModelError(f"model {name} cannot be downloaded: {_one_line(error)}") from None
+        raise ModelError(f"model {name} cannot be downloaded: {one_line(error)}") from None
     return Path(path)
 
 
@@ -191,7 +191,7 @@ def _convert(file: Path, target: Path) -> None:
             file.parent, gguf_file=file.name, quantization_config=GgufConfig(gguf_file=file.name, dequantize=True)
         )
     except (ValueError, KeyError, TypeError, RuntimeError, ImportError, IndexError) as error:
-        raise ModelError(f"{file} cannot be converted to safetensors: {_one_line(error)}") from None
+        raise ModelError(f"{file} cannot be converted to safetensors: {one_line(error)}") from None
     try:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
@@ -252,7 +252,7 @@ def _refuse(directory: Path, error: Exception) -> NoReturn:
         raise ModelError(
             f"model {directory} needs Python code of its own, which is never run; use a model transformers has built in"
         ) from None
-    raise ModelError(f"model {directory} cannot be loaded: {_one_line(error)}") from None
+    raise ModelError(f"model {directory} cannot be loaded: {one_line(error)}") from None
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], special: bool = False) -> str:
@@ -285,6 +285,7 @@ def _id_after_assistant_message(tokenizer: PreTrainedTokenizerBase) -> int | Non
     return ids[0] if ids else None
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """An error's text on one line of at most 300 characters; its type's name when it has none."""
     text = re.sub(r"\s+", " ", str(error)).strip() or type(error).__name__
     return text if len(text) <= 300 else text[:297] + "..."

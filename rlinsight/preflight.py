@@ -17,16 +17,18 @@ TRAINING_PACKAGES = ("torch", "transformers", "safetensors", "ray")
 
 def check(config: Config) -> None:
     """Raise the ConfigError, DataError or ModelError that training would end with anyway."""
-    _check_packages()
+    _check_packages(config.rollout.engine)
     _check_data(config.data)
     _check_model(config.model)
     _check_rewards(config.reward)
 
 
-def _check_packages() -> None:
+def _check_packages(engine: str) -> None:
     missing = [name for name in TRAINING_PACKAGES if not _installed(name)]
     if missing:
         raise ConfigError(f"training needs {', '.join(missing)}; run: pip install 'rlinsight[train]'")
+    if engine == "vllm" and not _installed("vllm"):
+        raise ConfigError("rollout.engine=vllm: vLLM is not installed; run: make vllm (docs/vllm.md has other ways)")
 
 
 def _check_data(data: DataSection) -> None:

@@ -1,4 +1,4 @@
-"""The policy worker: trains the policy and samples from it with the native engine, on one copy of the weights.
+"""The policy worker: trains the policy and samples from it with a rollout engine in the same process.
 
 ``sample``, ``log_probs``, ``forward_backward``, ``optim_step``, ``sync_weights`` and ``save`` are separate calls; the
 controller's loop composes them. Ranks are data-parallel: equal weights, gradients summed over ranks in ``optim_step``.
@@ -24,7 +24,7 @@ from core_trainer.forward import log_probs, sample_log_probs
 from core_trainer.job import Job
 from core_trainer.metrics import TokenStats, token_stats
 from core_trainer.optimizer import MasterOptimizer, OptimizerStats
-from core_trainer.rollout.native.engine import NativeEngine
+from core_trainer.rollout.build import build_engine
 from core_trainer.rollout.sample import Group, sample_rollouts
 from core_trainer.types import Rollout, SamplingParams
 from core_trainer.workers.base import Place, Worker, use_threads
@@ -68,12 +68,7 @@ class PolicyWorker(Worker):
         self.model_dir = source
         if resume is not None:
             self.policy_version = checkpoint.load_optimizer(resume, self.optimizer)
-        self.engine = NativeEngine(
-            self.model,
-            self.tokenizer,
-            models.end_of_turn_ids(self.model.generation_config, self.tokenizer),
-            config.rollout.max_batch_size,
-        )
+        self.engine = build_engine(config.rollout, config.data, self.model, self.tokenizer, self.model_dir)
 
     def sample(self, groups: Sequence[Group], params: SamplingParams) -> list[Rollout]:
         """Sample every rollout of the groups."""

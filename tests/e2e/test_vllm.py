@@ -1,0 +1,296 @@
+"""The vLLM engine samples what the policy says, and `rlinsight train` runs on it. Skipped where vLLM is missing."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from core_trainer import attention, models
+from core_trainer.forward import sample_log_probs
+from core_trainer.rollout.engine import GenerateRequest
+from core_trainer.rollout.native.engine import NativeEngine
+from core_trainer.types import SamplingParams, Turn
+from rlinsight.config import VllmSection
+from rlinsight.errors import RlinsightError
+from tests.core_trainer.test_shared_prefix import make_sample
+from tests.e2e.test_train import Project
+from tests.tiny import make_tiny_model
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; run: make test-vllm"
+)
+
+STOP_TOKEN = 7
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """Two tiny models, output layer tied to the embedding or not; vLLM's CPU attention wants heads of 32 or more."""
+    return {
+        tied: make_tiny_model(tmp_path_factory.mktemp("model"), hidden_size=128, tie_embeddings=tied)
+        for tied in (True, False)
+    }
+
+
+def load(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
+    model = models.load_model(directory, dtype)
+    attention.enable(model)
+    return model
+
+
+def start(directory: Path, dtype: torch.dtype = torch.float32, **section: float) -> Any:
+    """A vLLM engine over a fresh copy of the model, at version 0."""
+    from core_trainer.rollout.vllm import VllmEngine
+
+    options = VllmSection(**({"kv_cache_gib": 0.25} | section))
+    tokenizer = models.load_tokenizer(directory)
+    engine = VllmEngine(load(directory, dtype), tokenizer, directory, (STOP_TOKEN,), 64, 256, options)
+    engine.sync_weights(0)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def engine(directories: dict[bool, Path]) -> Any:
+    """One float32 engine for the tests that leave its weights alone."""
+    return start(directories[True])
+
+
+def native(vllm: Any) -> NativeEngine:
+    """The native engine over the same weights."""
+    twin = NativeEngine(vllm.model, vllm.tokenizer, (STOP_TOKEN,), 64)
+    twin.sync_weights(vllm.policy_version)
+    return twin
+
+
+def generate(engine: Any, requests: Sequence[GenerateRequest]) -> list[Turn]:
+    """All requests at once."""
+
+    async def run() -> list[Turn]:
+        return await asyncio.gather(*[engine.generate(request) for request in requests])
+
+    return asyncio.run(run())
+
+
+def prompts(count: int, seed: int = 0) -> list[tuple[int, ...]]:
+    """Random prompts of 1 to 80 tokens."""
+    rng = np.random.default_rng(seed)
+    return [tuple(rng.integers(0, 500, rng.integers(1, 81)).tolist()) for _ in range(count)]
+
+
+def test_training_keeps_its_threads_and_numbers(directories: dict[bool, Path]) -> None:
+    """A started engine leaves torch's threads, their cores and a training pass's every bit as they were.
+
+    Runs first: the next engine of a process finds what the first one left.
+    """
+    model = load(directories[True], torch.float32)
+    samples = [make_sample(np.random.default_rng(0), 0, j, np.arange(40), 30) for j in range(4)]
+    torch.set_num_threads(2)
+    cores, before = os.sched_getaffinity(0), sample_log_probs(model, samples, 0.7, 4096)
+    start(directories[True])
+    assert (torch.get_num_threads(), os.sched_getaffinity(0)) == (2, cores)
+    after = sample_log_probs(model, samples, 0.7, 4096)
+    assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+    torch.set_num_threads(1)
+    assert torch.get_num_threads() == 1
+    torch.set_num_threads(2)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_greedy_equals_the_native_engine_at_every_version(directories: dict[bool, Path], tied: bool) -> None:
+    """In float32 both engines write the same tokens, and vLLM follows the policy's weights at a sync and not before."""
+    vllm = start(directories[tied])
+    asked = [GenerateRequest(f"r{i}", p, SamplingParams(16, 0.0)) for i, p in enumerate(prompts(12))]
+    written: list[list[list[int]]] = []
+    for version, scale in enumerate((1.0, -0.7, 1.3)):
+        with torch.no_grad():
+            for parameter in vllm.model.parameters():
+                parameter.mul_(scale)
+        if written:
+            assert [turn.token_ids for turn in generate(vllm, asked)] == written[-1]
+        synced = vllm.sync_weights(version)
+        assert synced.moved == sum(parameter.nbytes for parameter in vllm.model.parameters())
+        mine, theirs = generate(vllm, asked), generate(native(vllm), asked)
+        for a, b in zip(mine, theirs, strict=True):
+            assert (a.token_ids, a.finish_reason, a.text) == (b.token_ids, b.finish_reason, b.text)
+            assert a.policy_version == version
+            np.testing.assert_allclose(a.rollout_log_probs, b.rollout_log_probs, atol=1e-5)
+        written.append([turn.token_ids for turn in mine])
+    assert written[0] != written[1] != written[2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(0.7, None, 1.0), (0.7, 20, 0.8), (1.0, None, 0.5)])
+def test_log_probs_equal_a_training_pass(
+    request: pytest.FixtureRequest,
+    directories: dict[bool, Path],
+    dtype: torch.dtype,
+    temperature: float,
+    top_k: int | None,
+    top_p: float,
+) -> None:
+    """Log-probs are the trainer's: over the whole vocabulary at the temperature, whatever top-k and top-p leave out."""
+    vllm = request.getfixturevalue("engine") if dtype == torch.float32 else bfloat16_engine(directories[True])
+    params = [SamplingParams(10, temperature, top_p, top_k, seed=seed) for seed in range(20)]
+    asked = [GenerateRequest(f"r{i}", prompts(5)[i // 4], params[i]) for i in range(20)]
+    samples = []
+    for i, turn in enumerate(turns := generate(vllm, asked)):
+        sample = make_sample(np.random.default_rng(0), i // 4, i % 4, np.array(turn.prompt_token_ids), 1)
+        sample.token_ids = np.array(turn.token_ids)
+        samples.append(sample)
+    trained = sample_log_probs(vllm.model, samples, temperature, 4096)
+    for turn, values in zip(turns, trained, strict=True):
+        np.testing.assert_allclose(turn.rollout_log_probs, values, atol=1e-4 if dtype == torch.float32 else 0.1)
+
+
+_bfloat16: list[Any] = []
+
+
+def bfloat16_engine(directory: Path) -> Any:
+    """Started once."""
+    if not _bfloat16:
+        _bfloat16.append(start(directory, torch.bfloat16))
+    return _bfloat16[0]
+
+
+def test_greedy_and_random_requests_share_a_batch(engine: Any) -> None:
+    """A greedy request beside random ones writes what it writes alone, with log-probs at temperature 1."""
+    greedy = GenerateRequest("greedy", prompts(1)[0], SamplingParams(12, 0.0))
+    others = [GenerateRequest(f"r{i}", p, SamplingParams(12, 0.7, seed=i)) for i, p in enumerate(prompts(4, seed=1))]
+    (expected,) = generate(native(engine), [greedy])
+    turn = generate(engine, [greedy, *others])[0]
+    assert turn.token_ids == expected.token_ids
+    np.testing.assert_allclose(turn.rollout_log_probs, expected.rollout_log_probs, atol=1e-5)
+
+
+def test_seeds_decide_and_a_group_shares_its_prompt(engine: Any) -> None:
+    """A request's tokens depend on its own seed; full blocks of a prompt are computed once for the whole group."""
+    long = [prompt for prompt in prompts(20, seed=3) if len(prompt) > 64][:3]
+    asked = [
+        GenerateRequest(f"{i}/{j}", p, SamplingParams(8, 1.0, seed=10 * i + j))
+        for i, p in enumerate(long)
+        for j in range(3)
+    ]
+    engine.sync_weights(engine.policy_version)  # forgets what other tests left in the cache
+    together = generate(engine, asked)
+    assert [turn.num_cached_tokens for turn in together] == [0, 64, 64] * 3
+    alone = [generate(engine, [request])[0] for request in asked]
+    assert [turn.token_ids for turn in alone] == [turn.token_ids for turn in together]
+    assert len({tuple(turn.token_ids) for turn in together}) == 9
+
+
+def test_stop_strings_and_limits(engine: Any) -> None:
+    """A stop string ends a response and stays in it; what the engine cannot take is refused by name and number."""
+    prompt = prompts(1)[0]
+    whole = generate(engine, [GenerateRequest("r", prompt, SamplingParams(30, 1.0, seed=1))])[0]
+    text = engine.tokenizer.decode(whole.token_ids)
+    stop = text[len(text) // 3 :][:2]
+    stopped = generate(engine, [GenerateRequest("s", prompt, SamplingParams(30, 1.0, stop=(stop,), seed=1))])[0]
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids == whole.token_ids[: len(stopped.token_ids)]
+    assert stop in engine.tokenizer.decode(stopped.token_ids)
+    assert len(stopped.token_ids) < 30
+    with pytest.raises(RlinsightError, match="max_new_tokens=300 exceed its context of 256"):
+        generate(engine, [GenerateRequest("r", prompt, SamplingParams(300))])
+    with pytest.raises(RlinsightError, match="vLLM refused request odd: "):
+        generate(engine, [GenerateRequest("odd", (99_999,), SamplingParams(3))])
+
+
+def test_abort_returns_what_there_is(engine: Any) -> None:
+    """An aborted request ends at once with its tokens so far; others go on; the loop stays responsive."""
+    first, second = (GenerateRequest(str(i), p, SamplingParams(100, 1.0, seed=i + 9)) for i, p in enumerate(prompts(2)))
+
+    async def run() -> list[Turn]:
+        tasks = [asyncio.create_task(engine.generate(request)) for request in (first, second)]
+        for _ in range(12):  # each turn of this loop is one step of the engine at most
+            await asyncio.sleep(0)
+        engine.abort("0")
+        engine.abort("nobody")
+        with pytest.raises(RlinsightError, match="while 1 requests are being sampled"):
+            engine.sync_weights(1)
+        return await asyncio.gather(*tasks)
+
+    aborted, finished = asyncio.run(run())
+    assert aborted.finish_reason == "abort"
+    assert 0 < len(aborted.token_ids) < 13
+    assert len(aborted.rollout_log_probs) == len(aborted.token_ids)
+    assert finished.finish_reason in ("length", "stop")
+    assert len(finished.token_ids) > 12
+
+
+def test_a_cancelled_caller_leaves_nothing_behind(engine: Any) -> None:
+    """When the event loop ends in the middle, the engine forgets its requests and serves the next ones."""
+    request = GenerateRequest("r", prompts(1)[0], SamplingParams(100, 1.0))
+
+    async def run() -> None:
+        await asyncio.wait_for(engine.generate(request), timeout=0.01)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(run())
+    engine.sync_weights(engine.policy_version)
+    assert generate(engine, [request])[0].token_ids
+
+
+def test_a_failure_names_every_request(engine: Any) -> None:
+    """If vLLM fails in a step, every caller gets its own request's name, and the engine works again after."""
+    asked = [GenerateRequest(f"r{i}", p, SamplingParams(5, 1.0)) for i, p in enumerate(prompts(3))]
+    runner = engine._engine.model_executor.driver_worker.worker.model_runner
+    forward = runner.model.forward
+    runner.model.forward = lambda *_args, **_kwargs: (_ for _ in ()).throw(MemoryError("no memory"))
+
+    async def run() -> list:
+        return await asyncio.gather(*[engine.generate(r) for r in asked], return_exceptions=True)
+
+    told = [str(result) for result in asyncio.run(run())]
+    runner.model.forward = forward
+    assert told == [f"vLLM failed while sampling request r{i}: no memory" for i in range(3)]
+    assert [len(turn.token_ids) for turn in generate(engine, asked)] == [5, 5, 5]
+
+
+def test_a_start_that_fails_is_one_line(directories: dict[bool, Path]) -> None:
+    """A KV cache that cannot hold one request is refused with the setting's name."""
+    with pytest.raises(RlinsightError, match=r"vLLM cannot start on .* rollout.vllm.kv_cache_gib=1e-05: ") as refusal:
+        start(directories[True], kv_cache_gib=1e-5)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory: pytest.TempPathFactory, directories: dict[bool, Path]) -> Callable[[int], Project]:
+    """Three steps of `rlinsight train` on vLLM with that many workers."""
+
+    def run(workers: int) -> Project:
+        project = Project(tmp_path_factory.mktemp("train"), directories[True])
+        project.tree["rollout"] |= {"engine": "vllm", "temperature": 0.8, "vllm": {"kv_cache_gib": 0.25}}
+        project.tree["data"]["max_prompt_tokens"] = 128
+        project.tree["trainer"] |= {"total_steps": 3, "num_workers": workers}
+        project.train()
+        assert project.processes() == []
+        return project
+
+    return run
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_train_on_vllm(train: Callable[[int], Project], workers: int) -> None:
+    """Whole runs: everything links, engine and trainer agree after every update, syncs state the bytes they moved."""
+    project = train(workers)
+    for row in project.rows("SELECT * FROM v_linkage"):
+        assert row["n"] > 0, row
+        assert row["linked"] == row["n"], row
+    metrics = project.rows("SELECT step, rollout_kl, weights_changed FROM train_metrics ORDER BY step")
+    assert [row["step"] for row in metrics] == [1, 2, 3]
+    assert all(abs(row["rollout_kl"]) < 1e-5 and row["weights_changed"] > 0.5 for row in metrics), metrics
+    syncs = project.rows("SELECT policy_version, replica, engine, bytes FROM weight_syncs ORDER BY ALL")
+    assert [(row["policy_version"], row["replica"]) for row in syncs] == [
+        (version, f"policy/{rank}") for version in range(4) for rank in range(workers)
+    ]
+    assert all(row["engine"] == "vllm" and row["bytes"] > 1_000_000 for row in syncs), syncs
+    assert project.rows("SELECT DISTINCT engine FROM turns") == [{"engine": "vllm"}]
