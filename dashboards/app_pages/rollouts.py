@@ -84,7 +84,7 @@ def _table(view: View, chosen: RolloutFilter, sort: str, counts: Row) -> None:
     )
     opened = state.get("rollout")
     shown = rows.assign(
-        signal=rows["signal"].map(SIGNAL_LABEL), prompt=rows["prompt"].map(_line), response=rows["response"].map(_line)
+        signal=rows["signal"].map(SIGNAL_LABEL), prompt=rows["prompt"].map(_end), response=rows["response"].map(_line)
     )
     # A new key when the rows change: a row index kept from other rows would highlight the wrong rollout.
     key = "rows-" + hashlib.sha1(",".join(rows["rollout_id"]).encode()).hexdigest()[:12]
@@ -105,6 +105,14 @@ def _table(view: View, chosen: RolloutFilter, sort: str, counts: Row) -> None:
 def _line(text: str | None) -> str | None:
     """One line without chat-template markers: they are the same in every row."""
     return None if missing(text) else snippet(MARKERS.sub(" ", str(text)), 220)
+
+
+def _end(text: str | None) -> str | None:
+    """The end of a prompt, where rows differ: a system message would fill the column with the same words."""
+    if missing(text):
+        return None
+    line = " ".join(MARKERS.sub(" ", str(text)).split())
+    return line if len(line) <= 90 else f"…{line[-90:]}"
 
 
 frame.page(body)
