@@ -30,6 +30,7 @@ class Counts(ctypes.Structure):
         ("dropped_limit", ctypes.c_int64),  # from here: writer thread
         ("dropped_disk", ctypes.c_int64),
         ("written", ctypes.c_int64),  # fsynced
+        ("written_seq", ctypes.c_int64),  # highest batch that ``written`` includes
         ("sent", ctypes.c_int64),  # from here: sender thread
         ("rejected", ctypes.c_int64),
         ("retried", ctypes.c_int64),
@@ -79,6 +80,11 @@ def of_killed(producer: str) -> Counts | None:
     except OSError:
         return None
     return Counts.from_buffer_copy(page) if len(page) >= ctypes.sizeof(Counts) else None
+
+
+def correct(producer: str, counts: Counts) -> None:
+    """Replace a killed producer's counters, for whoever delivers the rest of its spool."""
+    _page(producer).write_bytes(bytes(counts))
 
 
 def remove(producer: str) -> None:

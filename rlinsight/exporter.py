@@ -175,6 +175,7 @@ class Exporter:
         self.counts.dropped_limit += lost.limit
         self.counts.dropped_disk += lost.disk
         self.counts.written += sum(batch.items for batch in encoded) - lost.disk - lost.limit
+        self.counts.written_seq = self._segments.committed_seq
 
     def _encode(self, queued: list[_Queued], signal: Signal) -> Iterator[Batch]:
         """Requests of one signal, each within the limits of a batch."""

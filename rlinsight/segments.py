@@ -192,6 +192,18 @@ class Segments:
         """Highest sequence number on disk."""
         return self._committed_seq
 
+    def beyond(self, seq: int) -> tuple[int, int]:
+        """Items of the whole records numbered above ``seq``, and the highest number among them."""
+        items = 0
+        for segment in self._segments:
+            with segment.path.open("rb") as file:
+                length = 1
+                while length:
+                    batch, length, _ = _parse(file.read(HEADER.size), file)
+                    if batch is not None and batch.seq > seq:
+                        items, seq = items + batch.items, batch.seq
+        return items, seq
+
     def peek(self, timeout_s: float) -> Batch | None:
         """The oldest batch that is not acknowledged; waits up to ``timeout_s`` seconds for one."""
         with self._changed:

@@ -26,7 +26,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.sdk.resources import Resource
 
 from rlinsight import names
-from rlinsight.counts import Counts, of_killed, remove
+from rlinsight.counts import Counts, correct, of_killed, remove
 from rlinsight.errors import SpoolError
 from rlinsight.otlp import Encoder
 from rlinsight.segments import Batch, Segments
@@ -181,8 +181,8 @@ def _deliver_folder(segments: Segments, endpoint: str, deadline: float, total: D
     counts = Counts()
     sender = Sender(segments, endpoint, counts)
     try:
+        killed = _of_killed(segments)
         sender.run(threading.Event(), until_empty=True, deadline=deadline)
-        killed = of_killed(segments.producer)
         if segments.peek(0) is not None or (killed and not _report_death(sender, segments, killed, counts)):
             total.remaining += 1
         else:
@@ -196,6 +196,17 @@ def _deliver_folder(segments: Segments, endpoint: str, deadline: float, total: D
     total.torn_batches += segments.torn_batches
     total.sent += counts.sent
     total.rejected += counts.rejected
+
+
+def _of_killed(segments: Segments) -> Counts | None:
+    """The counters of a killed producer, with what had reached its disk when it was killed before it could count it."""
+    killed = of_killed(segments.producer)
+    if killed is not None:
+        items, seq = segments.beyond(killed.written_seq)
+        if items:
+            killed.written, killed.written_seq = killed.written + items, seq
+            correct(segments.producer, killed)
+    return killed
 
 
 def _unsynced(killed: Counts) -> int:

@@ -200,6 +200,28 @@ def test_kill_9_loses_at_most_the_unsynced_and_counts_it(connected: bool, tmp_pa
         assert counts.of_killed(report[names.PRODUCER]) is None
 
 
+def test_killed_between_writing_and_counting_is_no_loss(tmp_path: Path) -> None:
+    """Batches on disk at kill -9 that were not counted yet are delivered, and not called lost."""
+    with running(Collector()) as collector:
+        process = producer(tmp_path)
+        assert process.stdout is not None
+        while int(process.stdout.readline()) < 5000:
+            pass
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        (folder,) = tmp_path.iterdir()
+        left, page = Segments.adopt(folder), counts.of_killed(folder.name)
+        assert left is not None
+        assert page is not None
+        on_disk, last = left.beyond(0)
+        page.written_seq = last - 3  # as if killed while the last three batches were being synced
+        page.written = on_disk - left.beyond(page.written_seq)[0]
+        left.abandon()
+        counts.correct(folder.name, page)
+        done = spool.deliver_leftovers(tmp_path, collector.url)
+        assert len(collector.events()) - 1 + done.lost == health(collector)[names.EMITTED]
+
+
 def test_the_real_collector_stores_each_item_once_through_two_kills(tmp_path: Path) -> None:
     """kill -9 of the collector, then of the producer: in the store, items plus the reported loss equal the emitted."""
     path = tmp_path / "store.duckdb"
