@@ -35,10 +35,11 @@ lint: $(VENV)/.dev
 	$(BIN)/pyright
 
 unit: $(VENV)/.dev
-	$(BIN)/python -m pytest tests --ignore=tests/e2e --durations=10
+	$(BIN)/python -m pytest tests --ignore=tests/e2e -m "not slow" -n auto
 
 e2e: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/e2e
+	$(BIN)/python -m pytest tests --ignore=tests/e2e -m slow
 
 # rlinsight with vLLM, in an environment of its own: vLLM pins other versions of what the rest uses.
 vllm: $(VLLM)/.dev

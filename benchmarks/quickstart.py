@@ -2,7 +2,8 @@
 
     python benchmarks/quickstart.py --seeds 1 2 3 4 5
 
-Results go to benchmarks/results/quickstart.md. Uses the ``rlinsight`` command as a user would, and SQL to read the outcome.
+Results go to benchmarks/results/quickstart.md. Uses the ``rlinsight`` command as a user would, and SQL to read the
+outcome.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ def report(rows: list[dict], walls: list[float], seeds: list[int]) -> str:
             f"| {row['seed']} | {mean(rewards[:5]):.3f} | {mean(rewards[-5:]):.3f} | {gain:+.3f} | {max(rewards):.3f} "
             f"| {row['seconds'] / len(rewards):.1f} | {wall:.0f} s |"
         )
-    lines += ["", "| step | " + " | ".join(f"seed {row['seed']}" for row in rows) + " |", "|---" * (len(rows) + 1) + "|"]
+    seeds_named = " | ".join(f"seed {row['seed']}" for row in rows)
+    lines += ["", f"| step | {seeds_named} |", "|---" * (len(rows) + 1) + "|"]
     for step, values in enumerate(zip(*(row["rewards"] for row in rows), strict=True), start=1):
         lines.append(f"| {step} | " + " | ".join(f"{value:.3f}" for value in values) + " |")
     return "\n".join(lines) + "\n"

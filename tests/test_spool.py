@@ -175,6 +175,7 @@ def producer(spool_dir: Path, endpoint: str = "", code: str = PRODUCER) -> subpr
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("connected", [False, True])
 def test_kill_9_loses_at_most_the_unsynced_and_counts_it(connected: bool, tmp_path: Path) -> None:
     """After kill -9, stored plus reported lost equals emitted, what is stored is a gapless prefix, nothing doubles."""
@@ -222,6 +223,7 @@ def test_killed_between_writing_and_counting_is_no_loss(tmp_path: Path) -> None:
         assert len(collector.events()) - 1 + done.lost == health(collector)[names.EMITTED]
 
 
+@pytest.mark.slow
 def test_the_real_collector_stores_each_item_once_through_two_kills(tmp_path: Path) -> None:
     """kill -9 of the collector, then of the producer: in the store, items plus the reported loss equal the emitted."""
     path = tmp_path / "store.duckdb"

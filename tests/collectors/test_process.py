@@ -35,6 +35,8 @@ from tests.synthetic import Run, requests
 PROTOBUF = {"content-type": "application/x-protobuf"}
 SPANS = "SELECT count(*) AS n FROM otel_spans WHERE name = "
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory):

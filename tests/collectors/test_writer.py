@@ -112,6 +112,7 @@ def test_a_full_queue_refuses_instead_of_growing():
         writer.submit(batch(decoder, tiny))
 
 
+@pytest.mark.slow
 def test_killed_at_random_points_stored_equals_acknowledged(tmp_path):
     """kill -9 at 20 random moments: every acknowledged batch is stored, once, and no batch is stored in part."""
     path, acks = tmp_path / "s.duckdb", tmp_path / "acks"

@@ -126,6 +126,7 @@ def test_sources_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         models.resolve(ModelSection(source=str(tmp_path), revision="main"))
 
 
+@pytest.mark.slow
 def test_unreachable_hub_is_one_line(tmp_path: Path) -> None:
     """Offline and not in the cache: says so, and what else to set."""
     code = (

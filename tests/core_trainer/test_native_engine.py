@@ -42,6 +42,7 @@ def prompts(count: int, seed: int = 0) -> list[tuple[int, ...]]:
     return [tuple(rng.integers(0, 500, rng.integers(1, 41)).tolist()) for _ in range(count)]
 
 
+@pytest.mark.slow
 def test_greedy_equals_transformers_on_200_prompts(tiny_model: Path) -> None:
     """In float32, greedy decoding equals transformers' token for token, with waves, ragged prompts and early stops."""
     plain = models.load_model(tiny_model, torch.float32)

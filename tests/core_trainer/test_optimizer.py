@@ -62,7 +62,9 @@ def test_accumulated_micro_batches_equal_one_batch() -> None:
 
 
 def test_float32_masters_keep_updates_that_bfloat16_loses() -> None:
-    """At lr 1e-4 weights of 1 in bfloat16 stand still; with masters they move, and weights_changed tells the two apart."""
+    """At lr 1e-4 weights of 1 in bfloat16 stand still; with masters they move, and weights_changed tells the two
+    apart.
+    """
     moved = {}
     for master_dtype in (torch.float32, torch.bfloat16):
         model = make_model()

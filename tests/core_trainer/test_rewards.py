@@ -156,6 +156,7 @@ def test_failed_function_stops_the_run_or_counts_zero(
         assert (first.reward, second.reward) == (1.0, 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["hangs_on_b", "too_late", "blocks_on_b"])
 def test_timeouts_end_the_call_and_spare_the_others(user: Callable[..., dict[str, Any]], name: str) -> None:
     """A plain function that hangs, an async one that waits, an async one that blocks: all end in time, alone."""
@@ -274,6 +275,7 @@ def test_prints_do_not_reach_the_output_of_a_command(
     assert (out, err) == ("", "noise\n")
 
 
+@pytest.mark.slow
 def test_processes_die_with_a_killed_trainer(user_file: Path) -> None:
     """kill -9 of the trainer leaves no verifier process, not even one that hangs in user code."""
     code = (

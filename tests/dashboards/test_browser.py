@@ -35,6 +35,7 @@ MARKUP = {b"The sum is just ": b"<img src=x id=z>", b" number": b"<u></u>"}
 TABLE, FIRST_ROW = ".stDataFrameGlideDataEditor", {"x": 20, "y": 50}
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None and not os.environ.get("CI"), reason="chromium is not installed"),
     pytest.mark.timeout(300),
 ]
