@@ -20,6 +20,9 @@ MAX_SPANS = 2500  # bars a browser draws without stutter
 MAX_TOKENS = 2000  # tokens of one strip
 MAX_SIBLINGS = 16
 
+# Rows of steps that a resume did again are no part of the run; for ``s`` with a step, left joined to ``lineage l``.
+COUNTS = "(l.valid_through_step IS NULL OR s.step IS NULL OR s.step <= l.valid_through_step)"
+
 METRICS = [
     "reward_mean",
     "reward_std",
@@ -101,10 +104,11 @@ def health(read: Read, run_id: str) -> Frame:
 def open_spans(read: Read, run_id: str) -> Frame:
     """Spans that began and have not ended, oldest first, beside the median seconds of finished spans of that name."""
     return read(
-        """SELECT o.name, o.phase, o.lane, o.rank, o.step, o.start_ns, o.age_s,
-                  (SELECT median((s.end_ns - s.start_ns) / 1e9) FROM otel_spans s
-                   WHERE s.run_id = $run AND s.name = o.name) AS usual_s
-           FROM open_spans o WHERE o.run_id = $run ORDER BY o.start_ns LIMIT 50""",
+        f"""SELECT o.name, o.phase, o.lane, o.rank, o.step, o.start_ns, o.age_s,
+                   (SELECT median((s.end_ns - s.start_ns) / 1e9)
+                    FROM otel_spans s LEFT JOIN lineage l USING (run_id, attempt)
+                    WHERE s.run_id = $run AND s.name = o.name AND {COUNTS}) AS usual_s
+            FROM open_spans o WHERE o.run_id = $run ORDER BY o.start_ns LIMIT 50""",
         {"run": run_id},
     )
 
@@ -138,7 +142,8 @@ def components(read: Read, run_id: str) -> Frame:
     """Mean of each reward component by step, before its weight."""
     return read(
         f"""WITH r AS (SELECT s.step, c.component, c.value FROM rewards c
-                       JOIN rollout_samples s USING (run_id, attempt, rollout_id) WHERE c.run_id = $run),
+                       JOIN rollout_samples s USING (run_id, attempt, rollout_id)
+                       LEFT JOIN lineage l USING (run_id, attempt) WHERE c.run_id = $run AND {COUNTS}),
                  w AS (SELECT greatest(1, ceil((max(step) - min(step) + 1) / {MAX_POINTS}))::BIGINT AS width FROM r)
             SELECT component, max(step) AS step, avg(value) AS value
             FROM r, w GROUP BY component, step // width ORDER BY component, step""",

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from dashboards import examples, queries
@@ -11,6 +13,7 @@ from dashboards.queries import RolloutFilter
 from dashboards.reader import read_now
 from rlinsight import store as stores
 from tests.dashboards.conftest import BARE, EMPTY, FAILED, MAIN, PRIVATE, RESUMED
+from tests.synthetic import Run, fill
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +71,27 @@ def test_redone_steps_count_once(read: queries.Read) -> None:
     assert list(queries.curves(read, RESUMED)["step"]) == list(range(1, 11))
     assert len(queries.step_walls(read, RESUMED, 1, 10)) == 10
     assert queries.rollout_counts(read, RESUMED, RolloutFilter(first=5, last=5))["n"][0] == 16
+
+
+def test_redone_steps_do_not_colour_reward_components(store: Path, read: queries.Read) -> None:
+    """A component's curve averages the rollouts that count, by step; what a resume did again is left out."""
+    found = queries.components(read, RESUMED)
+    by_hand = stores.query(
+        "SELECT component, step, avg(value) AS value FROM rewards JOIN rollouts USING (run_id, attempt, rollout_id) "
+        f"WHERE run_id = '{RESUMED}' GROUP BY component, step ORDER BY component, step",
+        store=store,
+    )
+    pd.testing.assert_frame_equal(found[["component", "step", "value"]], by_hand.to_pandas())
+
+
+def test_an_open_span_is_compared_with_spans_that_count(tmp_path: Path) -> None:
+    """Steps 2 and 3 were abandoned by the resume from step 1, so only step 1 says how long a step usually takes."""
+    path, now = tmp_path / "store.duckdb", time.time_ns()
+    first = Run("r", "r", steps=3, status="interrupted", start_ns=now - 3600 * 10**9)
+    fill(path, first, Run("r", "r", attempt=2, first_step=2, resumed_from_step=1, steps=0, status=None))
+    opened = queries.open_spans(read_now(path), "r").set_index("name")
+    seconds = one(path, "SELECT (end_ns - start_ns) / 1e9 FROM steps WHERE step = 1")
+    assert opened["usual_s"]["rl.loop"] == pytest.approx(seconds, abs=1e-9)
 
 
 def test_spans_are_capped_longest_first_and_the_total_is_told(read: queries.Read) -> None:
