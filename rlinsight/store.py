@@ -181,7 +181,7 @@ def explain(store: Path, error: duckdb.Error) -> StoreError:
 
 
 def check(sql: str) -> None:
-    """Raises StoreError unless ``sql`` is one statement that only reads."""
+    """Raises StoreError unless ``sql`` is one statement that only reads, or EXPLAIN of one."""
     import duckdb
 
     try:
@@ -193,20 +193,36 @@ def check(sql: str) -> None:
         statements = statements[1:]
     if len(statements) != 1:
         raise StoreError(f"queries are one statement, this is {len(statements)}; send them one by one")
-    tokens = _tokens(sql)
-    reads = statements[0].type in (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN)
-    if not reads or not tokens or tokens[0] == "pragma":
+    if statements[0].type == duckdb.StatementType.EXPLAIN:
+        return check(_explained(sql))
+    tokens = [text for _, text in _tokens(sql)]
+    if statements[0].type != duckdb.StatementType.SELECT or not tokens or tokens[0] == "pragma":
         first = tokens[0].upper() if tokens else "an empty text"
         raise StoreError(f"the store is read-only: {first} is refused; SELECT, EXPLAIN, DESCRIBE, SHOW, SUMMARIZE work")
     for name, following in pairwise(tokens):
         if following == "(" and _FORBIDDEN.fullmatch(name):
             raise StoreError(f"the store is read-only: function {name} is refused")
-    if statements[0].type == duckdb.StatementType.EXPLAIN and set(tokens) & {"insert", "update", "delete", "merge"}:
-        raise StoreError("the store is read-only: EXPLAIN of a statement that writes is refused")
 
 
-def _tokens(sql: str) -> list[str]:
-    """Words and operators of a statement, lower case, quotes removed, literals and comments left out."""
+def _explained(sql: str) -> str:
+    """The statement behind EXPLAIN, without ANALYZE or options in parentheses. EXPLAIN ANALYZE runs it."""
+    import duckdb
+
+    tokens = _tokens(sql)[1:]
+    if tokens[0][1] == "analyze":
+        tokens = tokens[1:]
+    statement = sql.encode()[tokens[0][0] :].decode()
+    if tokens[0][1] == "(":
+        try:
+            duckdb.extract_statements(statement)  # (SELECT ...)
+        except duckdb.Error:  # options
+            closing = [text for _, text in tokens].index(")")
+            statement = sql.encode()[tokens[closing][0] + 1 :].decode()
+    return statement
+
+
+def _tokens(sql: str) -> list[tuple[int, str]]:
+    """Words and operators of a statement with their byte offsets, lower case, without quotes, literals and comments."""
     import duckdb
 
     tokens = []
@@ -214,7 +230,7 @@ def _tokens(sql: str) -> list[str]:
     for (start, kind), (end, _) in zip(ends, [*ends[1:], (len(sql.encode()), None)], strict=True):
         if kind in (duckdb.token_type.identifier, duckdb.token_type.keyword, duckdb.token_type.operator):
             text = re.split(r"\s|--|/\*", sql.encode()[start:end].decode().strip(), maxsplit=1)[0]
-            tokens.append(text.strip('"').lower())
+            tokens.append((start, text.strip('"').lower()))
     return tokens
 
 

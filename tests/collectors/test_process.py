@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
@@ -208,8 +209,8 @@ def test_only_one_collector_serves_a_store(shared):
         start_process(Path(shared.endpoint.store), os.getpid())
 
 
-def test_quack_serves_duckdb_clients_read_only(shared):
-    """A plain DuckDB client with the quack extension reads live, and every way to write or reach out is refused."""
+def _quack(endpoint):
+    """A DuckDB client, and a function that has the collector run a statement through it."""
     import duckdb
 
     from collectors.database import _extension
@@ -219,14 +220,21 @@ def test_quack_serves_duckdb_clients_read_only(shared):
         con.execute(f"LOAD '{_extension(name)}'")
 
     def remote(sql: str):
-        call = "SELECT * FROM quack_query(?, ?, token = ?)"
-        return con.execute(call, [shared.endpoint.sql, sql, shared.endpoint.token]).fetchall()
+        return con.execute("SELECT * FROM quack_query(?, ?, token = ?)", [endpoint.sql, sql, endpoint.token]).fetchall()
 
+    return con, remote
+
+
+def test_quack_serves_duckdb_clients_read_only(shared):
+    """A plain DuckDB client with the quack extension reads live, and every way to write or reach out is refused."""
+    import duckdb
+
+    con, remote = _quack(shared.endpoint)
     shared.http.post("/v1/traces", content=_trace("quack"), headers=PROTOBUF).raise_for_status()
     assert remote("SELECT count(*) FROM otel_spans WHERE name = 'quack'") == [(1,)]
+    assert len(remote("EXPLAIN ANALYZE SELECT count(*) FROM otel_spans")) == 1
     for sql in (
         "INSERT INTO steps (run_id) VALUES ('x')",
-        "EXPLAIN ANALYZE DELETE FROM otel_spans",
         "CREATE TABLE x (a INT)",
         "SELECT 1; SELECT 2",
         "SET threads = 1",
@@ -241,6 +249,80 @@ def test_quack_serves_duckdb_clients_read_only(shared):
     con.execute(f"CREATE SECRET (TYPE quack, TOKEN '{shared.endpoint.token}')")
     con.execute(f"ATTACH '{shared.endpoint.sql}' AS live")
     assert con.execute("SELECT count(*) FROM live.otel_spans WHERE name = 'quack'").fetchone() == (1,)
+
+
+def test_explain_is_no_way_to_write_through_quack(shared):
+    """EXPLAIN ANALYZE executes what follows, so behind EXPLAIN in any form only reading statements are let through."""
+    import duckdb
+
+    _, remote = _quack(shared.endpoint)
+    catalog = (
+        "SELECT table_name, sql FROM duckdb_tables() ORDER BY ALL",
+        "SELECT view_name, sql FROM duckdb_views() ORDER BY ALL",
+        "SELECT function_name, macro_definition FROM duckdb_functions() WHERE NOT internal ORDER BY ALL",
+        "FROM schema_meta",
+        "SELECT name, value FROM duckdb_settings() ORDER BY ALL",
+    )
+    before = [remote(sql) for sql in catalog]
+    let_through = []
+    for statement in (
+        "CREATE TABLE x (a INT)",
+        "CREATE TABLE x AS SELECT 1",
+        "CREATE OR REPLACE VIEW runs AS SELECT 1",
+        "CREATE OR REPLACE MACRO to_time(x) AS 1",
+        "CREATE SCHEMA x",
+        "CREATE SEQUENCE x",
+        "CREATE TYPE x AS ENUM ('a')",
+        "CREATE INDEX x ON steps (run_id)",
+        "DROP TABLE schema_meta",
+        "DROP VIEW runs",
+        "ALTER TABLE steps ADD COLUMN x INT",
+        "COMMENT ON TABLE steps IS 'x'",
+        "INSERT INTO schema_meta VALUES (9, 'x', 1)",
+        "WITH x AS (SELECT 1) INSERT INTO schema_meta SELECT 9, 'x', 1",
+        "UPDATE schema_meta SET version = 9",
+        "DELETE FROM schema_meta",
+        "TRUNCATE schema_meta",
+        "MERGE INTO schema_meta USING schema_meta s ON true WHEN MATCHED THEN DELETE",
+        "COPY steps TO '/tmp/x.csv'",
+        "COPY (SELECT 1) TO '/tmp/x.csv'",
+        "COPY steps FROM '/tmp/x.csv'",
+        "EXPORT DATABASE '/tmp/x'",
+        "IMPORT DATABASE '/tmp/x'",
+        "ATTACH ':memory:' AS x",
+        "DETACH x",
+        "USE memory",
+        "SET threads = 1",
+        "RESET threads",
+        "PRAGMA threads = 1",
+        "PRAGMA database_size",
+        "CALL checkpoint()",
+        "CHECKPOINT",
+        "VACUUM",
+        "VACUUM ANALYZE",
+        "ANALYZE",
+        "BEGIN",
+        "COMMIT",
+        "PREPARE x AS SELECT 1",
+        "EXECUTE x",
+        "DEALLOCATE x",
+        "INSTALL json",
+        "LOAD json",
+        "UPDATE EXTENSIONS",
+        "EXPLAIN SELECT 1",
+        "FROM checkpoint()",
+        "FROM query('CHECKPOINT')",
+    ):
+        for explain in (
+            "EXPLAIN",
+            "EXPLAIN ANALYZE",
+            "EXPLAIN (ANALYZE, FORMAT json)",
+            "explain /* ( */ (analyze)--\n",
+        ):
+            with contextlib.suppress(duckdb.Error):
+                let_through.append((explain, statement, remote(f"{explain} {statement}")))
+    assert let_through == []
+    assert [remote(sql) for sql in catalog] == before
 
 
 def test_sigterm_drains_what_was_accepted(tmp_path):
