@@ -67,6 +67,33 @@ def enable(model: PreTrainedModel) -> None:
     AttentionInterface.register(NAME, _forward)
     AttentionMaskInterface.register(NAME, _no_mask)
     model.set_attn_implementation(NAME)
+    _probe(model)
+
+
+@torch.no_grad()
+def _probe(model: PreTrainedModel) -> None:
+    """Run two tokens: every layer must come here with its own index."""
+    seen = _Seen()
+    tokens = torch.zeros((1, 2), dtype=torch.int64, device=model.device)
+    try:
+        model.get_decoder()(input_ids=tokens, position_ids=torch.arange(2)[None].to(model.device), layout=seen)
+    except (TypeError, AttributeError, NotImplementedError) as error:
+        raise ModelError(f"{model.config.model_type} models are not supported yet: {error}") from None
+    if seen.layers != list(range(model.config.num_hidden_layers)):
+        raise ModelError(
+            f"{model.config.model_type} models do not take their attention from outside; not supported yet"
+        )
+
+
+class _Seen:
+    """A layout that notes which layers ask."""
+
+    def __init__(self) -> None:
+        self.layers: list[int] = []
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        self.layers.append(layer)
+        return torch.zeros_like(query).transpose(0, 1)
 
 
 def _no_mask(*_args: Any, **_kwargs: Any) -> None:

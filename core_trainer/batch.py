@@ -68,24 +68,20 @@ def split_groups(samples: Sequence[TrainSample], parts: int) -> list[list[TrainS
 
 
 def mini_batches(
-    ranks: Sequence[Sequence[TrainSample]], algorithm: AlgorithmSection, seed: tuple[int, ...]
+    samples: Sequence[TrainSample], ranks: int, algorithm: AlgorithmSection, seed: tuple[int, ...]
 ) -> Iterator[list[list[TrainSample]]]:
     """One list per rank for each optimizer step, with token weights over all ranks set.
 
-    Each rank's groups are shuffled (by ``seed``) and cut into ``num_mini_batches``; with one mini-batch order is kept.
+    Groups are shuffled by ``seed`` and cut into ``num_mini_batches``, then shared among ranks, so that the number of
+    ranks changes nothing; with one mini-batch order is kept.
     """
-    cut = [_shuffled_parts(samples, algorithm.num_mini_batches, (*seed, rank)) for rank, samples in enumerate(ranks)]
-    for parts in zip(*cut, strict=True):
-        flat = [sample for part in parts for sample in part]
-        lengths = torch.tensor([int(sample.loss_mask.sum()) for sample in flat])
-        for sample, weight in zip(flat, token_weights(lengths, algorithm.aggregation).tolist(), strict=True):
+    ordered = list(samples)
+    if algorithm.num_mini_batches > 1:
+        groups = split_groups(samples, len({sample.group_id for sample in samples}))
+        order = np.random.default_rng(seed).permutation(len(groups))
+        ordered = [sample for i in order for sample in groups[i]]
+    for part in split_groups(ordered, algorithm.num_mini_batches):
+        lengths = torch.tensor([int(sample.loss_mask.sum()) for sample in part])
+        for sample, weight in zip(part, token_weights(lengths, algorithm.aggregation).tolist(), strict=True):
             sample.token_weight = weight
-        yield list(parts)
-
-
-def _shuffled_parts(samples: Sequence[TrainSample], count: int, seed: tuple[int, ...]) -> list[list[TrainSample]]:
-    if count == 1:
-        return [list(samples)]
-    groups = split_groups(samples, len({sample.group_id for sample in samples}))
-    order = np.random.default_rng(seed).permutation(len(groups))
-    return split_groups([sample for i in order for sample in groups[i]], count)
+        yield split_groups(part, ranks)

@@ -81,39 +81,42 @@ class SharedPrefixLayout:
     response_unpad: Tensor | None  # [response tokens] index into [G * n * L]
 
 
-def packed_tokens(group: Sequence[TrainSample]) -> int:
-    """Tokens one group takes in a forward pass."""
-    return len(group[0].prompt_token_ids) + sum(sample.num_tokens - 1 for sample in group)
+def padded_tokens(groups: Sequence[Sequence[TrainSample]]) -> int:
+    """Tokens of a forward pass over groups as attention lays them out, G (P + n L): what its memory depends on."""
+    prompt = max(len(group[0].prompt_token_ids) for group in groups)
+    response = max(sample.num_tokens - 1 for group in groups for sample in group)
+    return len(groups) * (prompt + max(len(group) for group in groups) * response)
 
 
 def micro_batches(samples: Sequence[TrainSample], token_budget: int) -> Iterator[list[TrainSample]]:
-    """Split a mini-batch into micro-batches of at most ``token_budget`` packed tokens, keeping groups together.
+    """Split a mini-batch into micro-batches of at most ``token_budget`` padded tokens, keeping groups together.
 
     A group that is over the budget by itself is split, its prompt repeated in each part; a single rollout is never
-    split. Groups are ordered by size so that padding inside attention stays small; the result of an update does not
-    depend on it.
+    split. Parts are ordered by length, so that little is padded. The result of an update depends on none of it.
     """
     groups: dict[str, list[TrainSample]] = {}
     for sample in samples:
         groups.setdefault(sample.group_id, []).append(sample)
     parts = [part for group in groups.values() for part in _split_group(group, token_budget)]
-    current: list[TrainSample] = []
-    used = 0
-    for part in sorted(parts, key=packed_tokens, reverse=True):
-        size = packed_tokens(part)
-        if current and used + size > token_budget:
-            yield current
-            current, used = [], 0
-        current = current + part
-        used += size
+    parts.sort(key=lambda part: (max(sample.num_tokens for sample in part), len(part[0].prompt_token_ids)))
+    current: list[list[TrainSample]] = []
+    for part in parts:
+        if current and padded_tokens([*current, part]) > token_budget:
+            yield [sample for group in current for sample in group]
+            current = []
+        current.append(part)
     if current:
-        yield current
+        yield [sample for group in current for sample in group]
 
 
 def _split_group(group: list[TrainSample], token_budget: int) -> Iterator[list[TrainSample]]:
+    """The whole group where it fits; else by length, so that one long response does not pad the others."""
+    if padded_tokens([group]) <= token_budget:
+        yield group
+        return
     part: list[TrainSample] = []
-    for sample in group:
-        if part and packed_tokens([*part, sample]) > token_budget:
+    for sample in sorted(group, key=lambda sample: sample.num_tokens):
+        if part and padded_tokens([[*part, sample]]) > token_budget:
             yield part
             part = []
         part = [*part, sample]

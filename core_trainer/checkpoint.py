@@ -49,11 +49,11 @@ def write(folder: Path, state: TrainerState, save_policy: Callable[[Path], objec
         (partial / STATE).write_text(json.dumps({**asdict(state), "files": sizes}, indent=2))
         for file in partial.iterdir():
             _sync(file)
-    except OSError as error:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise CheckpointError(
-            f"checkpoint {target} cannot be written: {error.strerror}; free space or set run.dir"
-        ) from None
+        if isinstance(error, OSError):
+            raise _cannot_write(target, error) from None
+        raise
     shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)
     _sync(folder)
@@ -90,6 +90,15 @@ def save_policy(
     directory: Path, model: PreTrainedModel, source: Path, optimizer: MasterOptimizer, policy_version: int
 ) -> None:
     """Write master weights, optimizer and the files of ``source`` that are not weights."""
+    try:
+        _save_policy(directory, model, source, optimizer, policy_version)
+    except (OSError, SafetensorError) as error:
+        raise _cannot_write(directory, error) from None
+
+
+def _save_policy(
+    directory: Path, model: PreTrainedModel, source: Path, optimizer: MasterOptimizer, policy_version: int
+) -> None:
     for file in source.iterdir():
         if file.is_file() and not file.name.endswith(_NOT_COPIED):
             shutil.copy(file, directory / file.name)
@@ -99,6 +108,10 @@ def save_policy(
     save_file({**masters, **kept}, directory / WEIGHTS, metadata={"format": "pt"})
     versions = {"num_updates": str(optimizer.num_updates), "policy_version": str(policy_version)}
     save_file(optimizer.state_dict(), directory / OPTIMIZER, metadata=versions)
+
+
+def _cannot_write(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"checkpoint {path} cannot be written ({error}); free some space or set another run.dir")
 
 
 def load_optimizer(directory: Path, optimizer: MasterOptimizer) -> int:

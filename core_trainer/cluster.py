@@ -12,7 +12,7 @@ import ray
 import torch
 
 from core_trainer import checkpoint, models
-from core_trainer.data import PromptSampler, load_prompts
+from core_trainer.data import PromptSampler, check_lengths, load_prompts
 from core_trainer.job import Job, Reporter
 from core_trainer.workers.policy import PolicyWorker
 from core_trainer.workers.reference import ReferenceWorker
@@ -62,6 +62,7 @@ class Cluster:
         say(f"data {config.data.train}")
         prompts = load_prompts(config.data, tokenizer, config.run.seed)
         trainer = config.trainer
+        check_lengths(prompts, models.context_length(model_dir), config.rollout.max_new_tokens)
         self.sampler = PromptSampler(prompts, trainer.prompts_per_step, config.run.seed, config.data.shuffle)
         say("workers")
         self._start_ray()
@@ -69,17 +70,13 @@ class Cluster:
         workers = trainer.num_workers
         gpus = 1.0 if torch.cuda.is_available() else 0.0  # untested
         self.reward = self._spawn(WorkerGroup(RewardWorker, "reward", 1, job, config, resource))
-        port = free_port() if workers > 1 else None
-        self.policy = self._spawn(
-            WorkerGroup(PolicyWorker, "policy", workers, job, config, resource, model_dir, port, num_gpus=gpus)
-        )
+        self.policy = self._spawn(WorkerGroup(PolicyWorker, "policy", workers, job, config, resource, num_gpus=gpus))
         if config.algorithm.kl_coef:
-            self.reference = self._spawn(
-                WorkerGroup(ReferenceWorker, "reference", workers, job, config, resource, model_dir)
-            )
-        for group in self._groups:
-            group.wait_ready()
-        self.reward.call("check", prompts)
+            self.reference = self._spawn(WorkerGroup(ReferenceWorker, "reference", workers, job, config, resource))
+        self.reward.call("start", prompts)
+        self.policy.call("start", model_dir, job.resume, free_port() if workers > 1 else None)
+        if self.reference is not None:
+            self.reference.call("start", model_dir)
         if state is not None:
             self.step = state.step
             self.sampler.load_state_dict(state.sampler)
@@ -91,11 +88,13 @@ class Cluster:
         return group
 
     def _start_ray(self) -> None:
-        """A local Ray, or the cluster RAY_ADDRESS names."""
+        """A Ray of our own on this machine, which nobody else uses."""
         os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would let everything else go before training
         logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # announces its token each time
         handler = signal.getsignal(signal.SIGTERM)
-        ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
+        ray.init(
+            "local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False
+        )
         signal.signal(signal.SIGTERM, handler)  # ray.init takes it; stopping is launch's business
 
     def _stop(self, timeout_s: float) -> None:

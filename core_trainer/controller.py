@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -31,15 +31,17 @@ from core_trainer.rollout.sample import make_groups
 from core_trainer.types import Rollout, SamplingParams
 from rlinsight import names, telemetry
 from rlinsight.config import Config
+from rlinsight.errors import RlinsightError
 from rlinsight.telemetry import Span
 
 ON_POLICY = "one on-policy update: the update's own forward gives the same log-probs"
 
 
 def run(config: Config, job: Job, reporter: Reporter) -> RunSummary:
-    """Train until ``trainer.total_steps`` or until the reporter passes on a stop; always ends with a checkpoint.
+    """Train until ``trainer.total_steps`` or until the reporter passes on a stop; both end with a checkpoint.
 
-    Raises RlinsightError for what the user can act on. Workers are gone when this returns or raises.
+    Raises RlinsightError for what the user can act on, also after a checkpoint where the weights are still those of the
+    last finished step. Workers are gone when this returns or raises.
     """
     with Cluster(config, job, reporter) as cluster:
         return Controller(config, job, reporter, cluster).train()
@@ -63,6 +65,7 @@ class Controller:
         self.step, self.policy_version = cluster.step, cluster.policy_version
         self.rewards: list[float] = []
         self.saved = job.resume
+        self.updating = False  # from the first gradient of a step to its end, weights belong to no finished step
 
     def train(self) -> RunSummary:
         """The loop over steps."""
@@ -74,12 +77,22 @@ class Controller:
             except _Abandoned:
                 self.sampler.load_state_dict(position)
                 break
+            except RlinsightError:
+                self.sampler.load_state_dict(position)
+                self._save_what_is_whole()
+                raise
             self.step += 1
             if every and self.step % every == 0:
                 self._checkpoint()
         if self.saved is None or checkpoint.read_state(self.saved).step != self.step:
             self._checkpoint()
         return RunSummary("finished" if self.step == total else "interrupted", self.step, self.rewards, self.saved)
+
+    def _save_what_is_whole(self) -> None:
+        """After a failed step: a checkpoint of the last finished one, unless an update of the step has begun."""
+        if self.step and not self.updating:
+            with suppress(Exception):  # the error under way matters more, and the policy workers may be what failed
+                self._checkpoint()
 
     def train_step(self, step: int) -> None:
         """One step: the phases in order."""
@@ -106,6 +119,7 @@ class Controller:
             with self._phase(names.REF_LOG_PROBS) as phase:
                 self._ref_log_probs(samples, step, phase)
             with self._phase(names.TRAIN):
+                self.updating = True
                 stats, updates = self._update(samples, step)
             with self._phase(names.SYNC):
                 self.policy.call("sync_weights", step=step)
@@ -121,6 +135,7 @@ class Controller:
                     names.NUM_TOKENS: num_tokens,
                 }
             )
+        self.updating = False
         self.rewards.append(metrics[names.M_REWARD_MEAN] or 0.0)
         self.reporter.step(StepReport(step, self.config.trainer.total_steps, time.perf_counter() - began, metrics))
 
@@ -163,12 +178,10 @@ class Controller:
         for epoch in range(algorithm.num_epochs):
             last = epoch == algorithm.num_epochs - 1
             stats = TokenStats()
-            for parts in mini_batches(
-                self.policy.split_groups(samples), algorithm, (self.config.run.seed, step, epoch)
-            ):
+            for parts in mini_batches(samples, self.policy.world_size, algorithm, (self.config.run.seed, step, epoch)):
                 for result in self.policy.scatter("forward_backward", parts, algorithm, last, step=step):
                     stats = stats.merge(result)
-                updates.append(self.policy.call("optim_step", step=step)[0])
+                updates.append(self.policy.call("optim_step", step, step=step)[0])
         self.policy_version += len(updates)
         return stats, updates
 

@@ -212,6 +212,17 @@ def _fits(length: int, where: str, section: DataSection) -> bool:
     )
 
 
+def check_lengths(prompts: list[Prompt], context: int | None, max_new_tokens: int) -> None:
+    """Raise DataError for the first prompt that leaves no room for a response in the model's context."""
+    for prompt in prompts:
+        if context is not None and len(prompt.token_ids) + max_new_tokens > context:
+            raise DataError(
+                f"prompt {prompt.prompt_id} has {len(prompt.token_ids)} tokens; with rollout.max_new_tokens="
+                f"{max_new_tokens} it exceeds the model's context of {context}; lower max_new_tokens, or set "
+                "data.max_prompt_tokens with data.overlong_prompts: drop"
+            )
+
+
 class PromptSampler:
     """Endless stream of prompts, ``prompts_per_step`` at a time, that resumes where a checkpoint left it.
 

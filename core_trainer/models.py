@@ -22,6 +22,7 @@ import torch
 from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
@@ -198,6 +199,11 @@ def _convert(file: Path, target: Path) -> None:
         partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def context_length(directory: Path) -> int | None:
+    """Longest sequence the model was made for; None when its config does not say."""
+    return getattr(AutoConfig.from_pretrained(directory), "max_position_embeddings", None)
 
 
 def compute_dtype(setting: Literal["auto", "float32", "bfloat16"]) -> torch.dtype:

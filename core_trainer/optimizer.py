@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlinsight.config import TrainerSection
-from rlinsight.errors import CheckpointError
+from rlinsight.errors import CheckpointError, TrainingError
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +66,23 @@ class MasterOptimizer:
                 view.add_(parameter.grad.reshape(-1))
                 parameter.grad = None
 
-    def step(self) -> OptimizerStats:
-        """Reduce over ranks, clip, update the masters and refresh the model's copy."""
+    def step(self, step: int) -> OptimizerStats:
+        """Reduce over ranks, clip, update the masters and refresh the model's copy. ``step`` of the run counts from 1.
+
+        Raises TrainingError, weights untouched, when the gradient is not finite: one such update would make every
+        weight NaN.
+        """
         if dist.is_initialized():
             dist.all_reduce(self.gradient)
         norm = torch.linalg.vector_norm(self.gradient)
+        if not bool(torch.isfinite(norm)):
+            self.gradient.zero_()
+            raise TrainingError(
+                f"the gradient norm of step {step} is {float(norm)}; lower trainer.learning_rate, or look "
+                "at the step's log-probs in view tokens"
+            )
         self.gradient.mul_(torch.clamp(self.max_grad_norm / (norm + 1e-6), max=1.0))
-        rate = self.peak_learning_rate * min(1.0, (self.num_updates + 1) / max(1, self.warmup_steps))
+        rate = self.peak_learning_rate * min(1.0, step / max(1, self.warmup_steps))
         self._adamw.param_groups[0]["lr"] = rate
         self.master.grad = self.gradient.to(self.master.dtype)
         self._adamw.step()

@@ -34,7 +34,7 @@ class RunSection(Section):
     dir: Path = Field(
         default=Path("runs"), description="folder of runs: <dir>/<run id>/ holds checkpoints, config and spool"
     )
-    seed: int = Field(default=1, ge=0, lt=2**31, description="seeds data order, sampling and dropout")
+    seed: int = Field(default=1, ge=0, lt=2**31, description="seeds data order and sampling")
 
 
 class ModelSection(Section):
@@ -252,6 +252,13 @@ class AlgorithmSection(Section):
         # The default is let through, so that a resolved config can be loaded again.
         if self.kl_coef == 0 and self.kl_estimator != type(self).model_fields["kl_estimator"].default:
             raise ValueError("kl_estimator has no effect while kl_coef is 0; set kl_coef > 0 or remove kl_estimator")
+        if self.num_epochs == self.num_mini_batches == 1:
+            for option in ("clip_low", "clip_high", "dual_clip"):
+                if getattr(self, option) != type(self).model_fields[option].default:
+                    raise ValueError(
+                        f"{option} has no effect with one update per step, where the ratio is always 1; raise "
+                        f"num_epochs or num_mini_batches, or remove {option}"
+                    )
         return self
 
 

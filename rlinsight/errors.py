@@ -29,6 +29,10 @@ class RewardError(RlinsightError):
     """A reward function raised, timed out, or returned something that is not a finite number."""
 
 
+class TrainingError(RlinsightError):
+    """Training cannot go on: the numbers are no longer finite."""
+
+
 class CheckpointError(RlinsightError):
     """A checkpoint is missing, torn, or belongs to another model or configuration."""
 

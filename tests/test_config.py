@@ -40,6 +40,7 @@ def test_minimal_config_gets_defaults() -> None:
         (with_value("rollout.temperature", 0), "rollout.temperature=0: input should be greater than 0"),
         (with_value("trainer.num_workers", 3), "trainer.prompts_per_step=8 does not divide by trainer.num_workers=3"),
         (with_value("algorithm.kl_estimator", "k2"), "kl_estimator has no effect while kl_coef is 0"),
+        (with_value("algorithm.clip_high", 0.28), "clip_high has no effect with one update per step"),
         (with_value("algorithm.num_mini_batches", 9), "leaves a mini-batch empty"),
         (with_value("data.task_args", {"a": 1}), "task_args only apply to reasoning_gym:<task>"),
         (with_value("reward.functions", [{"type": "numeric"}, {"type": "numeric"}]), "two reward functions are called"),

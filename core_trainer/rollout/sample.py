@@ -58,10 +58,11 @@ async def sample_rollouts(
     for group in groups:
         _record_group(group)
     step = telemetry.inject()
+    seeds = [seed for group in groups for seed in group.seeds]
     waiting = [_one_turn(engine, group, j, params) for group in groups for j in range(group.size)]
     rollouts = await asyncio.gather(*waiting)
-    for rollout in rollouts:
-        _record_rollout(rollout, params, piece, engine.name, replica, model, step)
+    for rollout, seed in zip(rollouts, seeds, strict=True):
+        _record_rollout(rollout, replace(params, seed=seed), piece, engine.name, replica, model, step)
     return rollouts
 
 
@@ -153,6 +154,7 @@ def _request_attributes(turn: Turn, params: SamplingParams, model: str) -> dict[
         names.TEMPERATURE: params.temperature,
         names.TOP_P: params.top_p,
         names.MAX_TOKENS: params.max_new_tokens,
+        names.SEED: params.seed,
         names.INPUT_TOKENS: len(turn.prompt_token_ids),
         names.CACHED_TOKENS: turn.num_cached_tokens,
         names.OUTPUT_TOKENS: len(turn.token_ids),

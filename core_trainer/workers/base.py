@@ -26,7 +26,7 @@ class Place:
 
 
 class Worker:
-    """Base of the Ray actors. Subclasses take ``(place, job, telemetry section, ...)`` and add public methods."""
+    """Base of the Ray actors. What can fail belongs in ``start``: Ray buries the errors of constructors."""
 
     def __init__(self, place: Place, job: Job, section: TelemetrySection, resource: dict[str, str]) -> None:
         self.place = place
@@ -50,10 +50,6 @@ class Worker:
         with telemetry.step_context(step), call:
             return getattr(self, method)(*args)
 
-    def ready(self) -> int:
-        """Process id, once construction is done."""
-        return os.getpid()
-
     def close(self) -> bool:
         """Deliver what is recorded; True if the collector has all of it."""
         return telemetry.shutdown()
@@ -63,4 +59,4 @@ def use_threads(world_size: int) -> None:
     """Share the machine's cores among the ranks on it. Ray starts workers with one thread each."""
     import torch
 
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world_size))

@@ -37,21 +37,24 @@ RENDEZVOUS_TIMEOUT = timedelta(seconds=120)
 class PolicyWorker(Worker):
     """One data-parallel rank of the policy, with its rollout engine."""
 
-    def __init__(
-        self, place: Place, job: Job, config: Config, resource: dict[str, str], model_dir: Path, port: int | None
-    ) -> None:
+    def __init__(self, place: Place, job: Job, config: Config, resource: dict[str, str]) -> None:
         super().__init__(place, job, config.telemetry, resource)
+        self.config = config
+        self.temperature = config.rollout.temperature
+        self.micro_batch_tokens = config.trainer.micro_batch_tokens
+        self.model_name = config.model.source
+        self.policy_version = 0
+
+    def start(self, model_dir: Path, resume: Path | None, port: int | None) -> None:
+        """Load the model, or the checkpoint ``resume``, and meet the other ranks at ``port``."""
+        place = self.place
         use_threads(place.world_size)
         if port is not None:
             address = f"tcp://127.0.0.1:{port}"
             backend = "nccl" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(backend, address, RENDEZVOUS_TIMEOUT, place.world_size, place.rank)
-        self.temperature = config.rollout.temperature
-        self.micro_batch_tokens = config.trainer.micro_batch_tokens
-        self.model_name = config.model.source
-        self.policy_version = 0
-        with telemetry.span(names.LOAD_MODEL, {names.PATH: str(model_dir)}):
-            self._load(config, model_dir, job.resume)
+        with telemetry.span(names.LOAD_MODEL, {names.PATH: str(resume or model_dir)}):
+            self._load(self.config, model_dir, resume)
 
     def _load(self, config: Config, model_dir: Path, resume: Path | None) -> None:
         """Masters from full-precision weights first, then the model itself in the compute dtype."""
@@ -146,10 +149,10 @@ class PolicyWorker(Worker):
                     carrier=sample.carrier,
                 )
 
-    def optim_step(self) -> OptimizerStats:
+    def optim_step(self, step: int) -> OptimizerStats:
         """Sum gradients over ranks, clip, update. The rollout engine keeps the old weights until ``sync_weights``."""
         with telemetry.span(names.OPTIMIZER, {names.BUCKET: "productive"}):
-            stats = self.optimizer.step()
+            stats = self.optimizer.step(step)
         self.policy_version += 1
         return stats
 

@@ -19,13 +19,17 @@ from rlinsight.config import Config
 class ReferenceWorker(Worker):
     """One data-parallel rank of the reference, in the compute dtype."""
 
-    def __init__(self, place: Place, job: Job, config: Config, resource: dict[str, str], model_dir: Path) -> None:
+    def __init__(self, place: Place, job: Job, config: Config, resource: dict[str, str]) -> None:
         super().__init__(place, job, config.telemetry, resource)
-        use_threads(place.world_size)
+        self.section = config.model
         self.temperature = config.rollout.temperature
         self.micro_batch_tokens = config.trainer.micro_batch_tokens
+
+    def start(self, model_dir: Path) -> None:
+        """Load the frozen model."""
+        use_threads(self.place.world_size)
         with telemetry.span(names.LOAD_MODEL, {names.PATH: str(model_dir)}):
-            self.model = models.load_model(model_dir, models.compute_dtype(config.model.compute_dtype))
+            self.model = models.load_model(model_dir, models.compute_dtype(self.section.compute_dtype))
             models.to_accelerator(self.model)
             attention.enable(self.model)
 

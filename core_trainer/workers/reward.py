@@ -17,15 +17,20 @@ class RewardWorker(Worker):
 
     def __init__(self, place: Place, job: Job, config: Config, resource: dict[str, str]) -> None:
         super().__init__(place, job, config.telemetry, resource)
-        self.scorer = RewardScorer(config.reward, config.data)
+        self.config = config
+        self.scorer: RewardScorer | None = None
 
-    def check(self, prompts: Sequence[Prompt]) -> None:
-        """Raise DataError for the first prompt that no response could score on."""
+    def start(self, prompts: Sequence[Prompt]) -> None:
+        """Load every reward function. Raises ConfigError for one that cannot be used, DataError for the first prompt
+        that no response could score on.
+        """
+        self.scorer = RewardScorer(self.config.reward, self.config.data)
         self.scorer.check(prompts)
 
     def score(self, rollouts: Sequence[Rollout]) -> list[float]:
         """Reward of each rollout, in order."""
         items = [RewardInput(rollout.rollout_id, rollout.prompt, rollout.response_text) for rollout in rollouts]
+        assert self.scorer is not None, "start comes first"
         results = self.scorer.score(items)
         for rollout, result in zip(rollouts, results, strict=True):
             _record(rollout, result)
@@ -33,7 +38,8 @@ class RewardWorker(Worker):
 
     def close(self) -> bool:
         """End the verifier processes and deliver what is recorded."""
-        self.scorer.close()
+        if self.scorer is not None:
+            self.scorer.close()
         return super().close()
 
 

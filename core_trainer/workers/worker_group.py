@@ -7,19 +7,22 @@ rank, and gets results in rank order. World size 1 takes the same path.
 from __future__ import annotations
 
 import itertools
+import re
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
 
 from core_trainer.batch import split_groups
 from core_trainer.batching import TrainSample
 from core_trainer.workers.base import Place, Worker
 from rlinsight import telemetry
 from rlinsight.errors import RlinsightError, WorkerError
+
+ANSI = re.compile(r"\x1b\[[0-9;]*m")  # Ray colours its messages
 
 
 class WorkerGroup:
@@ -31,10 +34,6 @@ class WorkerGroup:
         # Workers of all roles take turns on the same cores (colocated), so none of them reserves any.
         actor = ray.remote(worker).options(num_cpus=0, num_gpus=num_gpus, max_concurrency=1)  # type: ignore[attr-defined]
         self._actors = [actor.remote(Place(role, rank, world_size), *args) for rank in range(world_size)]
-
-    def wait_ready(self) -> None:
-        """Block until every worker is constructed; raises what a constructor raised."""
-        self._collect([actor.ready.remote() for actor in self._actors])
 
     def call(self, method: str, *args: Any, step: int | None = None) -> list[Any]:
         """Same arguments to every rank; results in rank order."""
@@ -79,9 +78,16 @@ class WorkerGroup:
             if isinstance(cause, RlinsightError):
                 raise cause from None
             raise
-        except RayActorError as error:
-            reason = " ".join(str(error).split())
-            raise WorkerError(f"a {self.role} worker died: {reason}") from None
+        except OutOfMemoryError:
+            raise WorkerError(
+                f"a {self.role} worker was killed for lack of memory; lower trainer.micro_batch_tokens or "
+                "rollout.max_batch_size and go on with --resume"
+            ) from None
+        except RayError as error:
+            reason = ANSI.sub("", str(error)).split("\n")[0]
+            raise WorkerError(
+                f"a {self.role} worker died ({reason}); go on from the last checkpoint with --resume"
+            ) from None
 
 
 def free_port() -> int:

@@ -33,7 +33,7 @@ def test_every_sample_is_trained_once_with_step_wide_weights(ranks: int, parts: 
     algorithm = AlgorithmSection(num_mini_batches=parts)
     samples = to_samples(rollouts, step_advantages(rollouts, algorithm))
     seen = []
-    for batch in mini_batches(split_groups(samples, ranks), algorithm, (1, 2, 0)):
+    for batch in mini_batches(samples, ranks, algorithm, (1, 2, 0)):
         assert len(batch) == ranks
         flat = [sample for rank in batch for sample in rank]
         seen += [sample.rollout_id for sample in flat]
@@ -48,10 +48,23 @@ def test_shuffling_differs_by_epoch_and_repeats_by_seed() -> None:
     samples = to_samples(rollouts, step_advantages(rollouts, algorithm))
 
     def order(epoch: int) -> list[str]:
-        return [s.rollout_id for b in mini_batches([samples], algorithm, (1, 2, epoch)) for s in b[0]]
+        return [s.rollout_id for b in mini_batches(samples, 1, algorithm, (1, 2, epoch)) for s in b[0]]
 
     assert order(0) == order(0)
     assert order(0) != order(1)
+
+
+def test_the_number_of_ranks_changes_no_mini_batch() -> None:
+    """Each optimizer step sees the same rollouts on one rank as on three."""
+    rollouts = make_rollouts()
+    algorithm = AlgorithmSection(num_mini_batches=2)
+    samples = to_samples(rollouts, step_advantages(rollouts, algorithm))
+
+    def steps(ranks: int) -> list[set[str]]:
+        batches = mini_batches(samples, ranks, algorithm, (1, 2, 0))
+        return [{s.rollout_id for rank in batch for s in rank} for batch in batches]
+
+    assert steps(1) == steps(3)
 
 
 def test_splits_keep_groups_whole() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from core_trainer.optimizer import MasterOptimizer
 from rlinsight.config import TrainerSection
-from rlinsight.errors import CheckpointError
+from rlinsight.errors import CheckpointError, TrainingError
 
 
 def make_model(seed: int = 0) -> torch.nn.Sequential:
@@ -35,7 +35,7 @@ def test_equals_adamw_with_clipping() -> None:
         set_gradients(mine, step)
         set_gradients(theirs, step)
         optimizer.accumulate()
-        stats = optimizer.step()
+        stats = optimizer.step(step + 1)
         norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
         reference.param_groups[0]["lr"] = 1e-2 * min(1.0, (step + 1) / 4)
         reference.step()
@@ -56,7 +56,7 @@ def test_accumulated_micro_batches_equal_one_batch() -> None:
         for piece in x.split(5):
             parts(piece).square().sum().backward()
             many.accumulate()
-        assert one.step().grad_norm == pytest.approx(many.step().grad_norm, rel=1e-5)
+        assert one.step(1).grad_norm == pytest.approx(many.step(1).grad_norm, rel=1e-5)
         assert float(one.gradient.abs().max()) == 0.0
     torch.testing.assert_close(one.master, many.master, atol=1e-6, rtol=1e-5)
 
@@ -78,12 +78,30 @@ def test_float32_masters_keep_updates_that_bfloat16_loses() -> None:
             for p in model.parameters():
                 p.grad = torch.ones_like(p)
             optimizer.accumulate()
-            changed += optimizer.step().weights_changed
+            changed += optimizer.step(1).weights_changed
         moved[master_dtype] = (float(next(model.parameters()).flatten()[0].detach()), changed)
     assert moved[torch.bfloat16] == (1.0, 0.0)
     value, changed = moved[torch.float32]
     assert value < 1.0
     assert changed == 2.0  # bfloat16 steps by 2^-8 below 1; 60 x 1e-4 crosses the midpoints 0.00195 and 0.00586
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_gradient_that_is_not_finite_touches_nothing(value: float) -> None:
+    """The update is refused by name, masters and model stay as they are, and the next update works."""
+    model = make_model()
+    optimizer = MasterOptimizer(model, TrainerSection(learning_rate=1e-2), torch.float32)
+    before = optimizer.master.clone()
+    set_gradients(model, 0)
+    next(model.parameters()).grad[0, 0] = value  # type: ignore[index]
+    optimizer.accumulate()
+    with pytest.raises(TrainingError, match=f"gradient norm of step 7 is {value}"):
+        optimizer.step(7)
+    assert torch.equal(optimizer.master, before)
+    set_gradients(model, 1)
+    optimizer.accumulate()
+    optimizer.step(8)
+    assert bool(torch.isfinite(optimizer.master).all())
 
 
 def test_state_round_trip_and_foreign_state() -> None:
@@ -93,14 +111,14 @@ def test_state_round_trip_and_foreign_state() -> None:
     for step in range(3):
         set_gradients(model, step)
         optimizer.accumulate()
-        optimizer.step()
+        optimizer.step(1)
     twin_model = copy.deepcopy(model)
     twin = MasterOptimizer(twin_model, TrainerSection(learning_rate=1e-2), torch.float32)
     twin.load_state_dict({k: v.clone() for k, v in optimizer.state_dict().items()}, optimizer.num_updates)
     for m, o in ((model, optimizer), (twin_model, twin)):
         set_gradients(m, 9)
         o.accumulate()
-        o.step()
+        o.step(4)
     assert torch.equal(optimizer.master, twin.master)
     other = MasterOptimizer(torch.nn.Linear(3, 3), TrainerSection(), torch.float32)
     with pytest.raises(CheckpointError, match="the model needs"):

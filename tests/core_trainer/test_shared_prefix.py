@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from core_trainer import attention, models
-from core_trainer.batching import TrainSample, micro_batches, pack, packed_tokens
+from core_trainer.batching import TrainSample, micro_batches, pack, padded_tokens
 from core_trainer.forward import log_probs, sample_log_probs
 
 
@@ -100,7 +100,11 @@ def test_micro_batches_change_nothing(pair: tuple, budget: int) -> None:
     assert sorted(s.rollout_id for part in parts for s in part) == sorted(s.rollout_id for s in samples)
     for part in parts:
         groups = {s.group_id: [t for t in part if t.group_id == s.group_id] for s in part}
-        assert len(part) == 1 or sum(packed_tokens(group) for group in groups.values()) <= budget
+        assert len(part) == 1 or padded_tokens(list(groups.values())) <= budget
+        rows = pack(part).layout
+        assert rows.prompt_rows.numel() + (0 if rows.response_rows is None else rows.response_rows.numel()) == (
+            padded_tokens(list(groups.values()))
+        )
     whole = sample_log_probs(ours, samples, 1.0, 10_000)
     for mine, theirs in zip(sample_log_probs(ours, samples, 1.0, budget), whole, strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-5)

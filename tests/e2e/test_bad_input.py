@@ -55,6 +55,11 @@ def beyond_context(project: Project) -> None:
     project.tree["rollout"]["max_new_tokens"] = 100_000
 
 
+def last_prompt_beyond_context(project: Project) -> None:
+    (project.path / "data.jsonl").write_text(json.dumps(PROMPT) + "\n" + json.dumps(PROMPT | {"prompt": "many " * 700}))
+    project.tree["data"]["max_prompt_tokens"] = 100_000
+
+
 def reward_code(body: str) -> Callable[[Project], None]:
     def prepare(project: Project) -> None:
         (project.path / "reward.py").write_text(
@@ -105,6 +110,7 @@ def _make_store(path: Path) -> None:
         (no_weights, "safetensors"),
         (missing_model, "nowhere"),
         (beyond_context, "max_new_tokens"),
+        (last_prompt_beyond_context, "data/1"),
         (missing_reward, "nobody"),
         (reward_code("raise KeyError('lost')"), "short_words"),
         (reward_code("time.sleep(60)"), "timed out after 1 s"),
@@ -129,7 +135,7 @@ def test_train_refuses_in_one_line(project: Project, spoil: Callable[[Project], 
     assert [line for line in errors if line.startswith("error: ")] == errors, err
     assert len(errors) == 1, err
     assert message in errors[0], errors[0]
-    assert "Traceback" not in out + err
+    assert not any(sign in out + err for sign in ("Traceback", "ray::", "^^^")), err
     assert project.processes() == []
     if before is not None:
         assert project.store.read_bytes() == before

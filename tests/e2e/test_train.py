@@ -93,6 +93,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Itera
     """One run that uses every phase: KL loss, two epochs of two mini-batches, two data-parallel workers."""
     project = Project(tmp_path_factory.mktemp("trained"), tiny_model)
     project.tree["algorithm"] = {"kl_coef": 0.05, "num_epochs": 2, "num_mini_batches": 2}
+    project.tree["rollout"] |= {"temperature": 0.7}
     project.tree["trainer"] |= {"num_workers": 2}
     project.train()
     assert project.processes() == []
@@ -229,6 +230,53 @@ def test_resume_is_bitwise_and_a_run_repeats(project: Project) -> None:
             assert a[column] == b[column], (a["step"], column)
     attempts = project.rows(f"SELECT attempt, resumed_from_step FROM run_starts WHERE run_id = '{cut.name}' ORDER BY 1")
     assert [tuple(row.values()) for row in attempts] == [(1, None), (2, 3)]
+
+
+def test_a_failed_reward_leaves_a_resumable_run(project: Project) -> None:
+    """A reward that raises in step 4 ends the run with a checkpoint of step 3; mended, the run goes on from there."""
+    good = (project.path / "reward.py").read_text()
+    bad = good.replace("return", "import pathlib\n    calls = pathlib.Path('calls')\n    return").replace(
+        "    return",
+        "    calls.write_text((calls.read_text() if calls.exists() else '') + 'x')\n    "
+        "if len(calls.read_text()) > 50: raise KeyError('lost')\n    return",
+    )
+    (project.path / "reward.py").write_text(bad)
+    project.tree["reward"]["concurrency"] = 1
+    project.tree["trainer"] |= {"total_steps": 6}
+    out = project.train(exit_code=1)
+    assert "error: reward 'short_words'" in out
+    (run,) = project.runs()
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-000003"]
+    assert project.rows("SELECT status FROM runs") == [{"status": "failed"}]
+    (project.path / "reward.py").write_text(good)
+    project.train("--resume")
+    steps = project.rows("SELECT step, attempt FROM train_metrics ORDER BY step")
+    assert [tuple(row.values()) for row in steps] == [(1, 1), (2, 1), (3, 1), (4, 2), (5, 2), (6, 2)]
+
+
+def test_a_killed_worker_ends_the_run_in_one_line(project: Project) -> None:
+    """kill -9 of the policy worker: one error that says what died, no process left, the run marked failed."""
+    project.tree["trainer"] |= {"total_steps": 500}
+    process = project.start()
+    _wait_for_step(project, 1)
+    (worker,) = [p for p in psutil.process_iter(["cmdline"]) if _is_policy_of(p, project)]
+    worker.kill()
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 1, out + err
+    errors = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, err
+    assert errors[0].startswith("error: a policy worker died")
+    assert "Traceback" not in err
+    assert project.processes() == []
+    assert project.rows("SELECT status FROM runs") == [{"status": "failed"}]
+
+
+def _is_policy_of(process: psutil.Process, project: Project) -> bool:
+    try:
+        named = " ".join(process.cmdline()).startswith("ray::PolicyWorker")
+        return named and process.environ().get(MARK) == str(project.path)
+    except psutil.Error:
+        return False
 
 
 def test_it_learns(project: Project) -> None:

@@ -27,7 +27,7 @@ from core_trainer.types import FinishReason, Turn
 from rlinsight import names, telemetry
 from rlinsight.errors import RlinsightError
 
-PREFILL_TOKENS = 4096  # prompt tokens computed in one pass
+PREFILL_TOKENS = 4096  # prompt tokens computed in one pass, counted as attention pads them
 STOP_WINDOW = 16  # tokens looked at, besides the stop string's own length, when searching for it
 
 
@@ -72,7 +72,7 @@ class NativeEngine:
         self._head = head
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # running[i] owns cache slot i
-        self._cache = KVCache(model.config, max_batch_size, model.dtype, model.device)
+        self._cache = KVCache(model.config, model.dtype, model.device)
         self._packed = PackedLinears(model)
         self._live: dict[str, Sequence] = {}  # by request id, until answered
         self._driver: asyncio.Task[None] | None = None
@@ -140,8 +140,8 @@ class NativeEngine:
         for sequence in admitted:
             by_prompt.setdefault(sequence.request.prompt_token_ids, []).append(sequence)
         batch: list[tuple[int, ...]] = []
-        for prompt in by_prompt:
-            if batch and sum(map(len, batch)) + len(prompt) > PREFILL_TOKENS:
+        for prompt in sorted(by_prompt, key=len):
+            if batch and (len(batch) + 1) * max(len(prompt), *map(len, batch)) > PREFILL_TOKENS:
                 self._prefill(batch, by_prompt)
                 batch = []
             batch.append(prompt)
@@ -162,7 +162,8 @@ class NativeEngine:
             for prompt, end in zip(prompts, ends, strict=True):
                 sequences = by_prompt[prompt]
                 first = len(self.running) + len(joined)
-                self._cache.reserve(len(prompt) + max(s.request.params.max_new_tokens for s in sequences))
+                longest = len(prompt) + max(s.request.params.max_new_tokens for s in sequences)
+                self._cache.reserve(first + len(sequences), longest)
                 part = slice(int(end) - len(prompt), int(end))
                 self._cache.write_prompt(
                     list(range(first, first + len(sequences))),

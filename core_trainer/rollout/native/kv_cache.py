@@ -14,32 +14,36 @@ ROUND = 64  # slot length grows in this many positions
 class KVCache:
     """Per layer [slots, Hkv, S, D] keys and values. A decode step's attention is ``attend``."""
 
-    def __init__(self, config: PreTrainedConfig, slots: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.slots = slots
+    def __init__(self, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self.slots = 0
         self.num_layers = config.num_hidden_layers
-        self.kv_heads = config.num_key_value_heads
+        self.kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.dtype, self.device = dtype, device
         self.length = 0  # positions a slot has room for
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
-        self._rows = torch.arange(slots, device=device)
-        self._positions = torch.zeros(slots, dtype=torch.int64, device=device)
+        self._rows = torch.arange(0, device=device)
+        self._positions = torch.zeros(0, dtype=torch.int64, device=device)
         self._mask = torch.empty(0)
 
-    def reserve(self, length: int) -> None:
-        """Make every slot at least ``length`` positions long, keeping what it holds."""
-        if length <= self.length:
+    def reserve(self, slots: int, length: int) -> None:
+        """Have at least ``slots`` slots of at least ``length`` positions, keeping what they hold."""
+        if slots <= self.slots and length <= self.length:
             return
-        length = -(-length // ROUND) * ROUND
-        shape = (self.slots, self.kv_heads, length, self.head_dim)
-        for side in ("keys", "values"):
-            # zeros, not empty: masked positions are multiplied by 0, and 0 x nan is nan
-            grown = [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(self.num_layers)]
-            for new, old in zip(grown, getattr(self, side), strict=False):
-                new[:, :, : self.length] = old
-            setattr(self, side, grown)
-        self.length = length
+        slots, length = max(slots, self.slots), max(-(-length // ROUND) * ROUND, self.length)
+        shape = (slots, self.kv_heads, length, self.head_dim)
+        for side in (self.keys, self.values):
+            for layer in range(self.num_layers):  # one at a time: old and new never stand side by side as a whole
+                # zeros, not empty: masked positions are multiplied by 0, and 0 x nan is nan
+                new = torch.zeros(shape, dtype=self.dtype, device=self.device)
+                if self.slots:
+                    new[: self.slots, :, : self.length] = side[layer]
+                    side[layer] = new
+                else:
+                    side.append(new)
+        self.slots, self.length = slots, length
+        self._rows = torch.arange(slots, device=self.device)
 
     def write_prompt(self, slots: list[int], keys: list[Tensor], values: list[Tensor]) -> None:
         """Put one prompt's keys and values, per layer [Hkv, P, D], into several slots."""

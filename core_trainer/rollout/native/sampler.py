@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core_trainer.logprobs import softmax_parts
+from rlinsight.errors import TrainingError
 
 BLOCK = 256  # words summed together in the first level of the search
 _BELOW_ONE = 1 - 2**-40  # keeps a draw strictly below the total after rounding
@@ -32,6 +33,10 @@ def sample(
         weights = _keep_top_k(weights, top_k)
     if top_p is not None:
         weights = _keep_top_p(weights, top_p)
+    if not bool(torch.isfinite(log_normaliser).all()):
+        raise TrainingError(
+            "the model's logits are not finite; its weights are damaged: resume from an older checkpoint"
+        )
     tokens = inverse_cdf(weights, uniform)
     if bool(greedy.any()):
         tokens = torch.where(greedy, scaled.argmax(dim=-1), tokens)
