@@ -8,6 +8,7 @@ owner is gone, so that even a killed run leaves no process behind.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shlex
@@ -25,7 +26,7 @@ from core_trainer.job import Job, Reporter, RunSummary
 from rlinsight import host, names, preflight, run_dir, spool, store, telemetry
 from rlinsight.config import Config
 from rlinsight.errors import CollectorError, RlinsightError, StoreError
-from rlinsight.progress import Progress
+from rlinsight.progress import Completeness, Progress
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -79,7 +80,10 @@ def train(
                     128 + signals.received,
                     f"stopped by {signal.Signals(signals.received).name}",
                 )
-        _say(console, progress.summary(summary, _linked(config.telemetry.store, run.run_id), config.telemetry.store))
+        _say(
+            console,
+            progress.summary(summary, _completeness(config.telemetry.store, run.run_id), config.telemetry.store),
+        )
         if not end.delivered:
             where = shlex.join([str(run.spool), "--store", str(config.telemetry.store)])
             _say(console, [f"telemetry is left on disk; bring it into the store with: rlinsight ingest {where}"])
@@ -121,15 +125,55 @@ def collector(path: Path) -> Iterator[store.Endpoint]:
 
     Raises CollectorError when none can be started.
     """
-    endpoint = store.read_endpoint(path)
-    if endpoint is None or _own(endpoint, "POST") is None:
-        endpoint = start_process(path, os.getpid())
+    endpoint = _found_or_started(path)
     try:
         yield endpoint
     finally:
         current = store.read_endpoint(path)  # not the first one when that died under way
         if current is not None and _own(current, "DELETE") == []:
             _wait_for_exit(current.pid)
+
+
+def _found_or_started(path: Path) -> store.Endpoint:
+    """The collector of a store, owned by this process too."""
+    with _one_at_a_time(path.parent):
+        endpoint = _joined(path)
+        if endpoint is not None:
+            return endpoint
+        try:
+            return start_process(path, os.getpid())
+        except CollectorError:
+            endpoint = _joined(path)  # one was started by hand in between
+            if endpoint is None:
+                raise
+            return endpoint
+
+
+def _joined(path: Path) -> store.Endpoint | None:
+    """The collector that serves a store and now counts this process as an owner."""
+    endpoint = store.read_endpoint(path)
+    return endpoint if endpoint is not None and _own(endpoint, "POST") is not None else None
+
+
+@contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Of the processes that look for a collector one may start it, and the others then find it.
+
+    A lock on the folder itself leaves no file behind. Where it cannot be had the collector's own lock on the store
+    decides, and the reason is told by the collector.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        yield
+        return
+    try:
+        with suppress(OSError):  # some network file systems
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _own(endpoint: store.Endpoint, method: Literal["POST", "DELETE"]) -> list[int] | None:
@@ -204,7 +248,7 @@ def _deliver(path: Path, spool_dir: Path) -> bool:
     endpoint = store.read_endpoint(path)
     telemetry.shutdown(DELIVERY_TIMEOUT_S if endpoint else 0.0)
     try:
-        endpoint = endpoint or start_process(path, os.getpid())
+        endpoint = endpoint or _found_or_started(path)
     except CollectorError:
         return False
     return spool.deliver_leftovers(spool_dir, endpoint.http, LEFTOVERS_TIMEOUT_S).remaining == 0
@@ -225,17 +269,18 @@ def _start_attributes(config: Config, job: Job) -> dict[str, Any]:
     return attributes
 
 
-def _linked(path: Path, run_id: str) -> float | None:
-    """Share of the run's trace edges that join; None when the store does not answer or the run has none."""
+def _completeness(path: Path, run_id: str) -> Completeness | None:
+    """How whole the run's record is; None when the store does not answer."""
     try:
-        rows = store.query(
-            "SELECT sum(linked) / nullif(sum(n), 0) AS share FROM v_linkage WHERE run_id = ?",
+        row = store.query(
+            "SELECT (SELECT sum(linked) / nullif(sum(n), 0) FROM v_linkage WHERE run_id = $run) AS linked, "
+            "sum(dropped) AS dropped, sum(missing) AS missing FROM health WHERE run_id = $run",
             store=path,
-            params=[run_id],
-        )
+            params={"run": run_id},
+        ).to_pylist()[0]
     except StoreError:
         return None
-    return rows["share"][0].as_py()
+    return Completeness(**row)
 
 
 # Signals -------------------------------------------------------------------------------------------------------------

@@ -244,6 +244,37 @@ def test_two_runs_share_one_collector(place: Place) -> None:
     assert place.query("select count(*) as n from runs where status = 'finished' and steps_done = 8") == [{"n": 2}]
 
 
+JOIN = """
+import os, sys
+from pathlib import Path
+from rlinsight import launch
+print("ready", flush=True)
+input()
+with launch.collector(Path(sys.argv[1])) as endpoint:
+    print(endpoint.pid, flush=True)
+    input()
+"""
+
+
+def test_runs_that_start_at_the_same_moment_share_one_collector(place: Place) -> None:
+    """Three processes that look for a collector at once all get the same one, which is gone with the last of them."""
+    command = [sys.executable, "-c", JOIN, str(place.store)]
+    started = [
+        subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(3)
+    ]
+    for go in ("ready", "joined"):
+        lines = [process.stdout.readline().strip() for process in started if process.stdout]
+        assert len(set(lines)) == 1, lines
+        assert lines[0] == go or (go == "joined" and lines[0].isdigit())
+        for process in started:
+            assert process.stdin is not None
+            process.stdin.write("go\n")
+            process.stdin.flush()
+    assert [process.wait(timeout=30) for process in started] == [0, 0, 0]
+    assert place.processes() == []
+    assert store.read_endpoint(place.store) is None
+
+
 def test_a_collector_started_by_hand_outlives_the_runs_that_join_it(place: Place) -> None:
     """`rlinsight collect` serves until it is stopped, and then ends with exit code 0."""
     script = Path(sys.executable).with_name("rlinsight")
