@@ -25,7 +25,7 @@ from collectors.server import start_process
 from core_trainer.job import Job, Reporter, RunSummary
 from rlinsight import host, names, preflight, run_dir, spool, store, telemetry
 from rlinsight.config import Config
-from rlinsight.errors import CollectorError, RlinsightError, StoreError
+from rlinsight.errors import CollectorError, RlinsightError, SpoolError, StoreError
 from rlinsight.progress import Completeness, Progress
 
 if TYPE_CHECKING:
@@ -59,7 +59,10 @@ def train(
     run = run_dir.find(config, wanted) if resume else None
     with _Signals() as signals, collector(config.telemetry.store) as endpoint:
         for folder in run_dir.abandoned_spools(config):
-            spool.deliver_leftovers(folder, endpoint.http, LEFTOVERS_TIMEOUT_S)
+            try:
+                spool.deliver_leftovers(folder, endpoint.http, LEFTOVERS_TIMEOUT_S)
+            except RlinsightError as error:  # of an earlier run, maybe another user's: no reason not to train
+                _say(console, [f"warning: {error}"])
         run = run or run_dir.create(config)
         attempt = run.begin_attempt(config)
         job = Job(run.run_id, attempt.attempt, run.path, run.spool, endpoint.http, run.newest_checkpoint())
@@ -91,12 +94,19 @@ def train(
 
 
 def ingest(directory: Path, path: Path) -> str:
-    """Deliver a spool folder into the store at ``path``; returns what was done, in one line.
+    """Deliver a spool, or the one of a run folder, into the store at ``path``; returns what was done, in one line.
 
-    Raises CollectorError when some of it could not be delivered.
+    Raises SpoolError when there is nothing of the kind or it cannot be read, CollectorError when some of it could not
+    be delivered.
     """
+    if (directory / "spool").is_dir():
+        directory = directory / "spool"
     with collector(path) as endpoint:
         delivered = spool.deliver_leftovers(directory, endpoint.http, timeout_s=INGEST_TIMEOUT_S)
+    if not delivered.producers:
+        raise SpoolError(
+            f"{directory} holds no undelivered telemetry; it is delivered already, or no spool: name a run's folder"
+        )
     text = f"{delivered.batches} batches, {delivered.sent} items delivered to {path}"
     if delivered.rejected:
         text += f", {delivered.rejected} refused"
@@ -104,6 +114,8 @@ def ingest(directory: Path, path: Path) -> str:
         text += f", {delivered.torn_batches} batches cut off when their process was killed"
     if delivered.lost:
         text += f", {delivered.lost} items lost with it"
+    if delivered.in_use:
+        text += f", {delivered.in_use} of {delivered.producers} producers still in use and left alone"
     if delivered.remaining:
         raise CollectorError(f"{delivered.remaining} producers of {directory} not delivered ({text}); run it again")
     return text
@@ -249,9 +261,9 @@ def _deliver(path: Path, spool_dir: Path) -> bool:
     telemetry.shutdown(DELIVERY_TIMEOUT_S if endpoint else 0.0)
     try:
         endpoint = endpoint or _found_or_started(path)
-    except CollectorError:
+        return spool.deliver_leftovers(spool_dir, endpoint.http, LEFTOVERS_TIMEOUT_S).remaining == 0
+    except RlinsightError:
         return False
-    return spool.deliver_leftovers(spool_dir, endpoint.http, LEFTOVERS_TIMEOUT_S).remaining == 0
 
 
 def _start_attributes(config: Config, job: Job) -> dict[str, Any]:

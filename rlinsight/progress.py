@@ -12,7 +12,7 @@ import time
 from collections import deque
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from rlinsight import names
 
@@ -25,6 +25,19 @@ BARS = "▁▂▃▄▅▆▇█"
 TREND_WIDTH = 40  # steps drawn in a sparkline
 PACE_STEPS = 10  # steps the ETA averages over: short enough to follow a change, long enough to be calm
 SUMMARY_STEPS = 5  # steps averaged at each end of the learning summary
+
+
+class Completeness(NamedTuple):
+    """How whole the stored record of a run is; None is unknown."""
+
+    linked: float | None  # share of trace edges that join, from ``v_linkage``
+    dropped: int | None  # items its processes gave up, from ``health``
+    missing: int | None  # items emitted that neither arrived nor were given up, from ``health``
+
+    def __str__(self) -> str:
+        # Only a whole record may read 100%: 99.996% must not be rounded up to it.
+        linked = "?" if self.linked is None else f"{self.linked if self.linked == 1 else min(self.linked, 0.9999):.2%}"
+        return f"{linked} of records link up, {_count(self.dropped)} dropped, {_count(self.missing)} missing"
 
 
 class Progress:
@@ -148,10 +161,10 @@ class Progress:
         rewards = [reward for reward in self._rewards if reward is not None]
         return RunSummary("interrupted", self._latest.step if self._latest else 0, rewards, checkpoint)
 
-    def summary(self, summary: RunSummary, linked: float | None, store: Path) -> list[str]:
+    def summary(self, summary: RunSummary, record: Completeness | None, store: Path) -> list[str]:
         """Closing lines: what was learned, how long it took, how complete the record is, what to run next.
 
-        ``linked`` is the share of trace edges that join, from ``v_linkage``; None when it could not be asked.
+        ``record`` is None when the store could not be asked.
         """
         rewards = summary.rewards
         lines = [f"{self.run_id}: {summary.status} at step {summary.step}/{self.total_steps}"]
@@ -164,7 +177,7 @@ class Progress:
         speed = f", {fmean(self._tokens_per_s):,.0f} tokens/s" if self._tokens_per_s else ""
         per_step = f", {sum(self._seconds) / len(self._seconds):.1f} s per step" if self._seconds else ""
         lines.append(f"  time       {duration(elapsed)}{per_step}{speed}")
-        lines.append(f"  telemetry  {'not asked' if linked is None else f'{linked:.2%} of records link up'}")
+        lines.append(f"  telemetry  {record or 'not asked'}")
         if summary.checkpoint is not None:
             lines.append(f"  checkpoint {summary.checkpoint}")
         commands = self._next_commands(store)
@@ -205,3 +218,7 @@ def duration(seconds: float) -> str:
 
 def _number(value: float | None, form: str) -> str:
     return "?" if value is None else format(value, form)
+
+
+def _count(value: int | None) -> str:
+    return "?" if value is None else f"{value:,}"

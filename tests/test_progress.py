@@ -10,7 +10,7 @@ from rich.console import Console
 
 from core_trainer.job import RunSummary, StepReport
 from rlinsight import names
-from rlinsight.progress import Progress, duration, sparkline
+from rlinsight.progress import Completeness, Progress, duration, sparkline
 
 STORE = Path("runs/rlinsight.duckdb")
 
@@ -67,14 +67,20 @@ def test_summary_compares_the_ends_of_the_run() -> None:
     """First and last five steps are averaged; fewer in a short run, so that no step counts on both sides."""
     progress = Progress(Console(file=io.StringIO()), "r-1", 10)
     ten = RunSummary("finished", 10, [0.0] * 5 + [1.0] * 5, Path("runs/r-1/checkpoints/step-10"))
-    lines = progress.summary(ten, 1.0, STORE)
+    lines = progress.summary(ten, Completeness(1.0, 0, 0), STORE)
     assert "first 5 steps 0.000 -> last 5 steps 1.000" in lines[1]
-    assert any("100.00% of records link up" in line for line in lines)
+    assert any("100.00% of records link up, 0 dropped, 0 missing" in line for line in lines)
     assert "  rlinsight dashboard" in lines
     assert any("where run_id = 'r-1'" in line for line in lines)
     assert not any("--resume" in line for line in lines)
     three = progress.summary(RunSummary("finished", 3, [0.1, 0.2, 0.3], None), None, STORE)
     assert "first step 0.100 -> last step 0.300" in three[1]
+
+
+def test_only_a_whole_record_reads_100_percent() -> None:
+    """A share just below 1 is not rounded up, losses are numbers, and what is unknown is no zero."""
+    assert str(Completeness(0.99996, 1234, 0)) == "99.99% of records link up, 1,234 dropped, 0 missing"
+    assert str(Completeness(None, None, None)) == "? of records link up, ? dropped, ? missing"
 
 
 def test_summary_of_an_interrupted_run_says_how_to_go_on() -> None:

@@ -256,12 +256,22 @@ def test_linkage_is_whole_for_a_run_and_shows_what_is_torn_out(tmp_path):
     fill(path, Run())
     with duckdb.connect(str(path)) as con:
         edges = dict(con.execute("SELECT edge, fraction FROM v_linkage").fetchall())
-        assert len(edges) == 13
+        assert len(edges) == 14
         assert set(edges.values()) == {1.0}
         con.execute("DELETE FROM group_prompts")
         torn = dict(con.execute("SELECT edge, fraction FROM v_linkage").fetchall())
         assert {edge for edge in torn if torn[edge] != 1.0} == {"rollout->group"}
         assert torn["rollout->group"] == 0.0
+
+
+def test_linkage_misses_rollouts_of_a_finished_step_that_no_update_took(con):
+    """Of two rollouts of a finished step one was trained on: half. A failed step owes none and is not counted."""
+    for step, status in ((1, 0), (2, 2)):
+        key = {"run_id": "r", "attempt": 1, "step": step}
+        _rows(con, "steps", {**key, "status_code": status})
+        _rows(con, "rollout_samples", {**key, "rollout_id": f"{step}a"}, {**key, "rollout_id": f"{step}b"})
+    _rows(con, "rollout_training", {"run_id": "r", "attempt": 1, "step": 1, "rollout_id": "1a"})
+    assert _list(con, "SELECT n, linked FROM v_linkage WHERE edge = 'rollout->training'") == [(2, 1)]
 
 
 def test_health_adds_up(tmp_path):
@@ -277,6 +287,16 @@ def test_health_adds_up(tmp_path):
         con.execute("INSERT INTO ingest_batches (batch_id, signal, rows, rejected) VALUES ('x', 'traces', 4, 1)")
         unknown = con.execute("SELECT stored, refused, emitted FROM health WHERE producer IS NULL").fetchall()
         assert unknown == [(4, 1, None)]
+
+
+def test_health_does_not_call_refused_items_missing(con):
+    """100 emitted, a batch of 20 refused whole, 80 stored, 3 of them without domain row: 23 refused, 0 missing."""
+    _rows(con, "ingest_batches", {"batch_id": "p/1", "producer": "p", "rows": 80, "rejected": 3})
+    dropped = dict.fromkeys(("dropped_queue", "dropped_limit", "dropped_disk", "dropped_crash", "dropped_fault"), 0)
+    _rows(con, "producer_health", {"producer": "p", "time_ns": 1, "emitted": 100, "rejected": 23, **dropped})
+    assert _list(con, "SELECT stored, refused, missing FROM health") == [(80, 23, 0)]
+    _rows(con, "producer_health", {"producer": "p", "time_ns": 2, "emitted": 105, "rejected": 23, **dropped})
+    assert _list(con, "SELECT missing FROM health") == [(5,)]
 
 
 def test_timeline_shows_spans_by_lane_and_what_is_open(tmp_path):

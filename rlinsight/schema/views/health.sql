@@ -1,5 +1,6 @@
 -- Is the telemetry complete? One row per producer: what it says it emitted and dropped, and what is stored of it.
--- missing: emitted, not dropped, not refused and not stored yet; above 0 for a moment while batches travel.
+-- refused: items the collector could not take, or not in full; alone or with their whole batch, which then has no ledger row.
+-- missing: emitted, not dropped, not refused with their batch and not stored yet; above 0 for a moment while batches travel.
 -- Senders that do not identify themselves share the row with producer NULL; they report nothing, so only stored is known.
 CREATE OR REPLACE VIEW health AS
 WITH said AS (
@@ -10,11 +11,11 @@ WITH said AS (
   FROM ingest_batches GROUP BY producer
 )
 SELECT h.run_id, h.attempt, coalesce(h.producer, s.producer) AS producer, h.service_name, h.rank, h.emitted, h.sent,
-  CAST(coalesce(s.rows, 0) AS BIGINT) AS stored, CAST(coalesce(s.rejected, 0) AS BIGINT) AS refused,
+  CAST(coalesce(s.rows, 0) AS BIGINT) AS stored, CAST(greatest(coalesce(s.rejected, 0), coalesce(h.rejected, 0)) AS BIGINT) AS refused,
   h.dropped_queue, h.dropped_limit, h.dropped_disk, h.dropped_crash, h.dropped_fault,
   h.dropped_queue + h.dropped_limit + h.dropped_disk + h.dropped_crash + h.dropped_fault AS dropped,
   CAST(greatest(0, h.emitted - h.dropped_queue - h.dropped_limit - h.dropped_disk - h.dropped_crash - h.dropped_fault
-    - coalesce(s.rows, 0)) AS BIGINT) AS missing,
+    - greatest(0, coalesce(h.rejected, 0) - coalesce(s.rejected, 0)) - coalesce(s.rows, 0)) AS BIGINT) AS missing,
   h.retried, h.queue_length, h.overhead_ns / 1e9 AS overhead_s, s.batches, CAST(s.bytes AS BIGINT) AS bytes,
   to_time(h.time_ns) AS last_report, to_time(s.last_ns) AS last_stored
 FROM said h FULL OUTER JOIN stored s ON s.producer = h.producer;

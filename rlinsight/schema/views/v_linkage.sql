@@ -1,14 +1,18 @@
 -- How complete are the joins? Per run and edge: n rows on the left, how many of them find their partner, and the fraction.
 -- While a run is live, what is still travelling counts as not linked; a finished run should show 1 on every line.
--- rollout->reward and step->metrics are about steps that finished: one that was abandoned or failed owes neither.
+-- rollout->reward, rollout->training and step->metrics are about steps that finished: one that was abandoned or failed owes
+-- none of them.
 -- span_start->span is about spans that should have ended: those of attempts that reported their end.
 CREATE OR REPLACE VIEW v_linkage AS
 WITH known_steps AS (
   SELECT run_id, attempt, step FROM steps UNION SELECT run_id, attempt, step FROM span_starts WHERE name = 'rl.loop'
 ), finished AS (
   SELECT DISTINCT run_id, attempt, step FROM steps WHERE status_code IS DISTINCT FROM 2
+), due AS (
+  FROM rollout_samples SEMI JOIN finished USING (run_id, attempt, step)
 ), sampled AS (SELECT DISTINCT run_id, attempt, rollout_id FROM rollout_samples),
 scored AS (SELECT DISTINCT run_id, attempt, rollout_id FROM rollout_scores),
+trained AS (SELECT DISTINCT run_id, attempt, rollout_id FROM rollout_training),
 prompts AS (SELECT DISTINCT run_id, attempt, group_id FROM group_prompts),
 contents AS (SELECT DISTINCT run_id, attempt, rollout_id, turn_index FROM token_runs),
 with_text AS (SELECT DISTINCT run_id, attempt, rollout_id FROM token_runs),
@@ -34,8 +38,10 @@ closed AS (
   GROUP BY r.run_id
   UNION ALL
   SELECT r.run_id, 'rollout->reward', count(*), count(k.rollout_id)
-  FROM (FROM rollout_samples SEMI JOIN finished USING (run_id, attempt, step)) r LEFT JOIN scored k ON k.run_id = r.run_id AND k.attempt = r.attempt AND k.rollout_id = r.rollout_id
-  GROUP BY r.run_id
+  FROM due r LEFT JOIN scored k ON k.run_id = r.run_id AND k.attempt = r.attempt AND k.rollout_id = r.rollout_id GROUP BY r.run_id
+  UNION ALL
+  SELECT r.run_id, 'rollout->training', count(*), count(k.rollout_id)
+  FROM due r LEFT JOIN trained k ON k.run_id = r.run_id AND k.attempt = r.attempt AND k.rollout_id = r.rollout_id GROUP BY r.run_id
   UNION ALL
   SELECT t.run_id, 'turn->rollout', count(*), count(k.rollout_id)
   FROM turns t LEFT JOIN sampled k ON k.run_id = t.run_id AND k.attempt = t.attempt AND k.rollout_id = t.rollout_id GROUP BY t.run_id
