@@ -71,7 +71,8 @@ def train(
     rlinsight train configs/quickstart.yaml --resume
     rlinsight train configs/quickstart.yaml --resume quickstart-20260131-101500-1f3a
 
-    Ctrl-C finishes the step and leaves a checkpoint; twice stops at once.
+    Ctrl-C finishes an update that has begun, drops a step whose update has not, and leaves a checkpoint; twice stops at
+    once.
     """
     from rich.console import Console
 

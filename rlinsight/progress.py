@@ -95,7 +95,10 @@ class Progress:
     def request_stop(self) -> None:
         """Remember the wish to stop and say what it does. Safe to call inside a signal handler."""
         self._stopping = True
-        self._note = "stopping after this step, with a checkpoint; Ctrl-C again stops now"
+        self._note = (
+            "stopping with a checkpoint: an update that has begun is finished, a step before its update is dropped; "
+            "Ctrl-C again stops now"
+        )
         # A handler may have interrupted a print, and Python's buffers refuse to be entered twice.
         if self._live is None:
             os.write(2, f"{self._note}\n".encode())

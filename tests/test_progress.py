@@ -60,7 +60,7 @@ def test_a_stop_is_asked_for_once_and_said_aloud(capfd: pytest.CaptureFixture[st
     assert not progress.stop_requested()
     progress.request_stop()
     assert progress.stop_requested()
-    assert "stopping after this step" in capfd.readouterr().err
+    assert "a step before its update is dropped" in capfd.readouterr().err
 
 
 def test_summary_compares_the_ends_of_the_run() -> None:

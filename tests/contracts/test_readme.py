@@ -45,6 +45,14 @@ def test_documented_queries_run(query: str, empty_store: duckdb.DuckDBPyConnecti
     empty_store.execute(query).fetchall()
 
 
+def test_ctrl_c_is_described_as_it_works() -> None:
+    """README and help say what is finished and what is dropped: a step whose update has not begun does not end."""
+    for text in (README, HELP):
+        (said,) = (paragraph for paragraph in text.split("\n\n") if "Ctrl-C" in paragraph)
+        assert "update that has begun" in said
+        assert "drop" in said
+
+
 def test_readme_names_commands_that_exist() -> None:
     """Every `rlinsight <command>` of the README is a command."""
     known = {command.name or command.callback.__name__ for command in cli.app.registered_commands}  # type: ignore[union-attr]

@@ -163,7 +163,7 @@ def interrupted(place: Place, number: signal.Signals) -> dict[str, Any]:
     process.send_signal(number)
     out, err = process.communicate(timeout=30)
     assert process.returncode == 128 + number
-    assert "stopping after this step" in err
+    assert "stopping with a checkpoint" in err
     assert "--resume r-" in out
     [run] = place.query("select run_id, status, steps_done, reason from runs")
     assert (run["status"], run["reason"]) == ("interrupted", f"stopped by {number.name}")
