@@ -194,14 +194,14 @@ def collect(
 @app.command()
 def ingest(
     directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A spool, e.g. runs/<run id>/spool.", show_default=False)
+        Path, typer.Argument(metavar="DIR", help="A run's folder, or the spool in it.", show_default=False)
     ],
     store: Store = DEFAULT_STORE,
 ) -> None:
     """Deliver telemetry recorded while no collector ran.
 
     \b
-    rlinsight ingest runs/quickstart-20260131-101500-1f3a/spool
+    rlinsight ingest runs/quickstart-20260131-101500-1f3a
 
     What the store already holds is recognised and not stored twice.
     """

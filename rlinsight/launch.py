@@ -101,12 +101,12 @@ def ingest(directory: Path, path: Path) -> str:
     """
     if (directory / "spool").is_dir():
         directory = directory / "spool"
-    with collector(path) as endpoint:
-        delivered = spool.deliver_leftovers(directory, endpoint.http, timeout_s=INGEST_TIMEOUT_S)
-    if not delivered.producers:
+    if not spool.producers(directory):
         raise SpoolError(
             f"{directory} holds no undelivered telemetry; it is delivered already, or no spool: name a run's folder"
         )
+    with collector(path) as endpoint:
+        delivered = spool.deliver_leftovers(directory, endpoint.http, timeout_s=INGEST_TIMEOUT_S)
     text = f"{delivered.batches} batches, {delivered.sent} items delivered to {path}"
     if delivered.rejected:
         text += f", {delivered.rejected} refused"
@@ -115,7 +115,7 @@ def ingest(directory: Path, path: Path) -> str:
     if delivered.lost:
         text += f", {delivered.lost} items lost with it"
     if delivered.in_use:
-        text += f", {delivered.in_use} of {delivered.producers} producers still in use and left alone"
+        text += f", {delivered.in_use} producers still in use and left alone"
     if delivered.remaining:
         raise CollectorError(f"{delivered.remaining} producers of {directory} not delivered ({text}); run it again")
     return text

@@ -10,6 +10,7 @@ import http.client
 import json
 import logging
 import math
+import os
 import random
 import threading
 import time
@@ -29,7 +30,7 @@ from rlinsight import names
 from rlinsight.counts import Counts, correct, of_killed, remove
 from rlinsight.errors import SpoolError
 from rlinsight.otlp import Encoder
-from rlinsight.segments import Batch, Segments
+from rlinsight.segments import LOCK, Batch, Segments
 
 POST_TIMEOUT_S = 10.0
 POLL_S = 0.5
@@ -50,6 +51,7 @@ class Delivered:
     rejected: int = 0  # items it refused, with their batch or out of it
     torn_batches: int = 0  # requests cut off when their producer was killed
     lost: int = 0  # items not yet on disk when their producer was killed
+    in_use: int = 0  # folders left alone: their producer lives, or another process delivers them
     remaining: int = 0  # folders with undelivered batches
 
 
@@ -167,14 +169,38 @@ def deliver_leftovers(spool_dir: Path, endpoint: str, timeout_s: float = 30.0) -
     """
     total = Delivered()
     deadline = time.monotonic() + timeout_s
-    for path in sorted(path for path in Path(spool_dir).glob("[!.]*") if path.is_dir()):
+    for path in producers(spool_dir):
         try:
             segments = Segments.adopt(path)
             if segments is not None:
                 _deliver_folder(segments, endpoint, deadline, total)
+            elif path.exists():  # else another process just delivered and removed it
+                total.in_use += 1
         except OSError as error:
             raise SpoolError(f"spool {path} cannot be delivered ({error}); copy it to a writable directory") from None
     return total
+
+
+def producers(spool_dir: Path) -> list[Path]:
+    """Folders of producers, by name; empty when there is no such directory. Raises SpoolError."""
+    try:
+        # A hidden one is still being made.
+        entries = sorted(entry.path for entry in os.scandir(spool_dir) if entry.is_dir() and entry.name[0] != ".")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise SpoolError(f"spool {spool_dir} cannot be read ({error}); copy it to a readable directory") from None
+    return [Path(entry) for entry in entries if _may_hold_lock(entry)]
+
+
+def _may_hold_lock(folder: str) -> bool:
+    try:
+        os.stat(os.path.join(folder, LOCK))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:  # another user's: who opens it learns why it cannot be had
+        return True
+    return True
 
 
 def _deliver_folder(segments: Segments, endpoint: str, deadline: float, total: Delivered) -> None:

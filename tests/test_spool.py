@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from collectors.server import start_process
-from rlinsight import counts, names, segments, spool, store, telemetry
+from rlinsight import counts, launch, names, segments, spool, store, telemetry
 from rlinsight.errors import SpoolError
 from rlinsight.segments import Batch, Segments
 from tests.scripted_collector import Answer, Collector, attributes, running
@@ -184,7 +184,7 @@ def test_kill_9_loses_at_most_the_unsynced_and_counts_it(connected: bool, tmp_pa
         assert process.stdout is not None
         while int(process.stdout.readline()) < 5000:
             pass
-        assert spool.deliver_leftovers(tmp_path, collector.url) == spool.Delivered()  # alive: left alone
+        assert spool.deliver_leftovers(tmp_path, collector.url) == spool.Delivered(in_use=1)
         process.send_signal(signal.SIGKILL)
         emitted = max([int(line) for line in process.stdout], default=5000)
         process.wait()
@@ -420,3 +420,23 @@ def test_a_folder_that_cannot_be_locked_is_one_clear_error(tmp_path: Path) -> No
     (tmp_path / "dead" / segments.LOCK).mkdir()
     with pytest.raises(SpoolError, match="copy it to a writable directory"):
         spool.deliver_leftovers(tmp_path, "http://127.0.0.1:9")
+    with pytest.raises(SpoolError, match="copy it to a readable directory"):
+        spool.deliver_leftovers(tmp_path / "dead" / segments.OWNER, "http://127.0.0.1:9")
+
+
+def test_ingest_finds_the_spool_or_says_that_there_is_none(tmp_path: Path) -> None:
+    """A run's folder stands for its spool; a wrong folder is an error; what a living process still fills is named."""
+    store = tmp_path / "s.duckdb"
+    run = tmp_path / "run"
+    start(run / "spool", None)
+    emit(0, 5)
+    telemetry.flush(5)
+    assert "1 producers still in use" in launch.ingest(run, store)
+    telemetry.shutdown(0)
+    (run / "spool" / "notes").mkdir()
+    with pytest.raises(SpoolError, match="holds no undelivered telemetry"):
+        launch.ingest(tmp_path, tmp_path / "none.duckdb")
+    assert not (tmp_path / "none.duckdb").exists()
+    assert " items delivered to " in launch.ingest(run, store)
+    with pytest.raises(SpoolError, match="holds no undelivered telemetry"):
+        launch.ingest(run / "spool", store)

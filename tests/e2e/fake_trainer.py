@@ -3,8 +3,8 @@
     python -m tests.e2e.fake_trainer CONFIG MODE [--resume]
 
 MODE says how it goes: ``finish``, ``slow`` (waits in each step), ``stuck`` (never asks whether to stop), ``fail`` (an
-error the user can act on), ``bug`` (any other), ``exit`` (as Ray does on SIGTERM while it starts), ``die`` (collector,
-then process are killed in the middle of a step).
+error the user can act on), ``bug`` (any other), ``exit`` (as Ray does on SIGTERM while it starts), ``spoil`` (leaves
+a spool folder that cannot be delivered), ``die`` (collector, then process are killed in the middle of a step).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def trainer(mode: str) -> launch.Controller:
         checkpoint = job.resume
         for step in range(first, config.trainer.total_steps + 1):
             with telemetry.step_context(step), telemetry.span(names.STEP, announce=True, root=True):
-                _misbehave(mode, step, config.telemetry.store)
+                _misbehave(mode, step, config.telemetry.store, job.spool_dir)
                 rewards.append(step / config.trainer.total_steps)
                 attributes = {names.METRIC_NAME: names.M_REWARD_MEAN, names.METRIC_VALUE: rewards[-1]}
                 telemetry.event(names.STEP_METRIC, attributes)
@@ -45,7 +45,7 @@ def trainer(mode: str) -> launch.Controller:
     return run
 
 
-def _misbehave(mode: str, step: int, path: Path) -> None:
+def _misbehave(mode: str, step: int, path: Path, spool_dir: Path) -> None:
     if mode in ("slow", "stuck"):
         time.sleep(0.3 if mode == "slow" else 60)
     elif mode == "fail" and step == 2:
@@ -54,6 +54,8 @@ def _misbehave(mode: str, step: int, path: Path) -> None:
         sys.exit(15)
     elif mode == "bug" and step == 2:
         raise ZeroDivisionError("a bug")
+    elif mode == "spoil" and step == 2:
+        (spool_dir / "policy-0-dead" / "lock").mkdir(parents=True)
     elif mode == "die" and step == 2:
         telemetry.flush(5)
         endpoint = store.read_endpoint(path)

@@ -195,6 +195,25 @@ def test_a_killed_run_leaves_no_collector_and_its_spool_is_delivered_later(place
     assert place.query("select step from step_metrics where name = 'after/the/collector'") == [{"step": 2}]
 
 
+def test_a_folder_of_an_earlier_run_that_cannot_be_delivered_stops_nothing(place: Place) -> None:
+    """One warning line per run whose spool another user owns or is damaged; this run trains and is delivered."""
+    assert place.run("finish")[0] == 0
+    [first] = place.store.parent.glob("r-*")
+    (first / "spool" / "policy-0-dead" / "lock").mkdir(parents=True)  # cannot be opened, for root neither
+    code, out, err = place.run("finish")
+    assert code == 0, err
+    assert out.count("warning: ") == 1
+    assert "copy it to a writable directory" in out
+    assert place.query("select status from runs") == [{"status": "finished"}] * 2
+
+
+def test_a_spool_that_cannot_be_delivered_at_the_end_fails_no_run(place: Place) -> None:
+    """A run that has trained exits 0 and prints the command that delivers later."""
+    code, out, err = place.run("spoil")
+    assert code == 0, err
+    assert "rlinsight ingest" in out
+
+
 def test_a_collector_that_dies_costs_nothing(place: Place) -> None:
     """Training goes on without it, and the end of the run brings the record in through a new one."""
     place.write(total_steps=8)
