@@ -71,10 +71,15 @@ def app(
     async def sql(request: Request) -> Response:
         _authorize(request, token)
         asked = await _json(request)
-        timeout_s = min(float(asked.get("timeout_s") or store.TIMEOUT_S), MAX_SQL_TIMEOUT_S)
-        answer = await anyio.to_thread.run_sync(
-            lambda: _query(cursor, str(asked["sql"]), asked.get("params"), timeout_s), limiter=querying
-        )
+        text, params, timeout_s = asked.get("sql"), asked.get("params"), asked.get("timeout_s", store.TIMEOUT_S)
+        if not isinstance(text, str):
+            raise PayloadError(400, f"sql {text!r} is not a statement")
+        if not isinstance(timeout_s, int | float) or not timeout_s > 0:
+            raise PayloadError(400, f"timeout_s {timeout_s!r} is no positive number of seconds")
+        if params is not None and not isinstance(params, list | dict):
+            raise PayloadError(400, f"params {params!r} are no list or object")
+        limit_s = min(timeout_s, MAX_SQL_TIMEOUT_S)
+        answer = await anyio.to_thread.run_sync(lambda: _query(cursor, text, params, limit_s), limiter=querying)
         return Response(answer, media_type=ARROW)
 
     async def own(request: Request) -> Response:

@@ -21,7 +21,8 @@ def start_process(store: Path, owner_pid: int) -> Endpoint:
 
     Raises CollectorError with the child's last line when it does not come up.
     """
-    command = [sys.executable, "-m", "collectors", "--store", str(store), "--owner-pid", str(owner_pid)]
+    # -P: a queue.py in the working directory is not the standard library's.
+    command = [sys.executable, "-P", "-m", "collectors", "--store", str(store), "--owner-pid", str(owner_pid)]
     with tempfile.TemporaryFile() as log:
         # Its own session: a Ctrl-C in the owner's terminal must not end it before the last batches are delivered.
         child = subprocess.Popen(

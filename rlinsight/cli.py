@@ -188,7 +188,8 @@ def collect(
     # It owns itself, so that a training run that joins it does not take it along when it leaves.
     owner = ["--owner-pid", str(os.getpid())]
     ports = ["--http-port", str(http_port), "--grpc-port", str(grpc_port), "--sql-port", str(sql_port)]
-    _replace_process([sys.executable, "-m", "collectors", "--store", str(store), "--host", host, *owner, *ports])
+    # -P: a queue.py in the working directory is not the standard library's.
+    _replace_process([sys.executable, "-P", "-m", "collectors", "--store", str(store), "--host", host, *owner, *ports])
 
 
 @app.command()

@@ -174,6 +174,24 @@ def test_owners_and_sql_need_the_token(shared):
     assert reply.status_code == 415
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"sql": None},
+        {"sql": 1},
+        {"sql": "SELECT 1", "timeout_s": "x"},
+        {"sql": "SELECT 1", "timeout_s": None},
+        {"sql": "SELECT 1", "timeout_s": -1},
+        {"sql": "SELECT 1", "params": 1},
+    ],
+)
+def test_a_malformed_query_is_a_400(shared, asked):
+    """A body without a statement, or with something else than seconds or parameters, is the sender's fault."""
+    reply = shared.http.post("/v1/sql", json=asked, headers=shared.auth)
+    assert (reply.status_code, reply.json()["code"]) == (400, 400)
+
+
 def test_reads_go_on_while_batches_arrive(shared):
     """Queries answer while a writer is busy, and see whole batches only."""
     sent = list(requests(Run(run_id="busy", steps=8)))
@@ -415,6 +433,15 @@ def test_start_process_detaches_and_the_collector_outlives_nobody(tmp_path):
     assert pid == session
     _wait(lambda: not is_alive(pid, time.time_ns()))
     assert not endpoint_path(store).exists()
+
+
+def test_modules_in_the_working_directory_do_not_shadow_the_collectors(tmp_path, monkeypatch):
+    """A collector starts in a folder that holds a queue.py."""
+    (tmp_path / "queue.py").write_text("raise RuntimeError('not the one you want')\n")
+    monkeypatch.chdir(tmp_path)
+    endpoint = start_process(tmp_path / "s.duckdb", os.getpid())
+    os.kill(endpoint.pid, signal.SIGTERM)
+    _wait(lambda: read_endpoint(tmp_path / "s.duckdb") is None)
 
 
 def test_beyond_loopback_everything_needs_the_token(tmp_path):
