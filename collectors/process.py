@@ -5,7 +5,6 @@ Owns the endpoint file, signals, ports and the decision to leave. The parts know
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
 import secrets
@@ -28,7 +27,7 @@ from collectors.owners import Owners
 from collectors.writer import Writer
 from rlinsight import schema
 from rlinsight.errors import CollectorError
-from rlinsight.store import Endpoint, endpoint_path, read_endpoint
+from rlinsight.store import Endpoint, endpoint_path, is_loopback, read_endpoint
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +41,13 @@ def run(store: Path, owner_pids: Sequence[int], host: str, http_port: int, grpc_
 
     Raises CollectorError or StoreError when it cannot start, and CollectorError when the store failed for good.
     """
+    os.umask(0o077)  # the store holds what the token protects: prompts, responses, configs
     started_ns = time.time_ns()
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     _refuse_second(store)
-    loopback = _is_loopback(host)
+    loopback = is_loopback(host)
     token = secrets.token_urlsafe(32)
     with ExitStack() as stack:
         database = stack.enter_context(Database(store))
@@ -160,13 +160,6 @@ def _serve_http(app: Any, host: str, port: int) -> Iterator[int]:
     finally:
         server.should_exit = True
         thread.join()
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _address(host: str, port: int) -> str:

@@ -102,10 +102,17 @@ def dashboard(
     import importlib.util
 
     from dashboards.launch import command
+    from rlinsight.store import is_loopback
 
     if importlib.util.find_spec("streamlit") is None:
         raise ConfigError("the dashboard needs streamlit; run: pip install 'rlinsight[dash]'")
     _require_free(host, port)
+    if not is_loopback(host):
+        print(
+            f"warning: {host}:{port} has no login: whoever reaches it reads every prompt and response of {store} and "
+            "can run any query; serve on 127.0.0.1 and reach it by 'ssh -L', or put a proxy with a login in front",
+            file=sys.stderr,
+        )
     _replace_process(command(store, port, host))
 
 

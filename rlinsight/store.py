@@ -7,6 +7,7 @@ write: the collector alone does. Loads duckdb, pyarrow and psutil on first use o
 from __future__ import annotations
 
 import http.client
+import ipaddress
 import json
 import re
 import threading
@@ -67,6 +68,14 @@ def read_endpoint(store: Path) -> Endpoint | None:
     except (OSError, ValueError, TypeError):
         return None
     return endpoint if is_alive(endpoint.pid, endpoint.started_ns) else None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address to listen on can be reached from this machine only."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def is_alive(pid: int, known_at_ns: int) -> bool:

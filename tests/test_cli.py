@@ -10,6 +10,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import duckdb
@@ -184,6 +185,26 @@ def test_a_taken_dashboard_port_is_one_line(store: Path, tmp_path: Path) -> None
         port = taken.getsockname()[1]
         result = rlinsight("dashboard", "--store", str(store), "--port", str(port), cwd=tmp_path)
     refused(result, 2, f"cannot serve on 127.0.0.1:{port}: Address already in use; pass another --port")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_a_dashboard_others_can_reach_warns(host: str, store: Path, tmp_path: Path) -> None:
+    """Beyond loopback one line on stderr says that there is no login; on loopback there is none."""
+    with socket.socket() as free:
+        free.bind((host, 0))
+        port = str(free.getsockname()[1])
+    script = Path(sys.executable).with_name("rlinsight")
+    command = [script, "dashboard", "--store", str(store), "--host", host, "--port", port]
+    process = subprocess.Popen(command, cwd=tmp_path, text=True, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        with socket.socket() as client:
+            if client.connect_ex((host, int(port))) == 0:
+                break
+        time.sleep(0.1)
+    process.kill()
+    err = process.communicate()[1]
+    assert err.count("has no login") == (host == "0.0.0.0"), err
 
 
 def test_ingest_wants_a_folder(tmp_path: Path) -> None:

@@ -221,6 +221,14 @@ def test_the_endpoint_file_is_private_and_complete(shared):
     assert (health["pid"], health["status"]) == (shared.process.pid, "ok")
 
 
+def test_the_store_is_as_private_as_its_token(shared):
+    """The database file, its write-ahead log and the endpoint file are for their user alone."""
+    shared.http.post("/v1/traces", content=_trace("private"), headers=PROTOBUF).raise_for_status()
+    store = Path(shared.endpoint.store)
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in store.parent.iterdir() if path.is_file()}
+    assert modes == dict.fromkeys(("s.duckdb", "s.duckdb.wal", "s.duckdb.endpoint"), "0o600")
+
+
 def test_only_one_collector_serves_a_store(shared):
     """A second start fails at once with one line that names the process of the first."""
     with pytest.raises(CollectorError, match=str(shared.process.pid)):
