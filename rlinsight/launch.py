@@ -74,6 +74,10 @@ def train(
                 with signals.graceful(progress):
                     summary = controller(config, job, progress)
                 end.status = summary.status
+            except Exception:
+                if (checkpoint := run.newest_checkpoint()) is not None:
+                    progress.stage(f"failed; to go on after {checkpoint.name}: {progress.resume_command(checkpoint)}")
+                raise
             except (KeyboardInterrupt, SystemExit):  # Ray turns signals into SystemExit while it starts
                 signals.received = signals.received or signal.SIGTERM
                 summary = progress.cut_short(run.newest_checkpoint())
@@ -299,7 +303,7 @@ def _completeness(path: Path, run_id: str) -> Completeness | None:
 
 
 class _Signals:
-    """SIGINT and SIGTERM for the length of a run.
+    """SIGINT, SIGTERM and SIGHUP (the terminal is gone) for the length of a run.
 
     Before and after the trainer's own loop one signal unwinds at once. In the loop the first asks for a stop after the
     step, the second unwinds. While unwinding, signals are ignored: every wait there is bounded, and cutting it short
@@ -313,7 +317,9 @@ class _Signals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> _Signals:
-        self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup asks for it
+                self._before[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:

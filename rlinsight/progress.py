@@ -185,9 +185,13 @@ class Progress:
             lines.append(f"  checkpoint {summary.checkpoint}")
         commands = self._next_commands(store)
         if summary.status == "interrupted" and summary.checkpoint is not None:
-            run_dir = summary.checkpoint.parents[1]
-            commands.insert(0, f"  rlinsight train {shlex.quote(str(run_dir / 'config.yaml'))} --resume {self.run_id}")
+            commands.insert(0, f"  {self.resume_command(summary.checkpoint)}")
         return [*lines, "", "next:", *commands]
+
+    def resume_command(self, checkpoint: Path) -> str:
+        """Continues the run of a checkpoint. Ready to paste."""
+        config = checkpoint.parents[1] / "config.yaml"
+        return f"rlinsight train {shlex.quote(str(config))} --resume {self.run_id}"
 
     def _next_commands(self, store: Path) -> list[str]:
         """Ready to paste."""

@@ -3,8 +3,9 @@
     python -m tests.e2e.fake_trainer CONFIG MODE [--resume]
 
 MODE says how it goes: ``finish``, ``slow`` (waits in each step), ``stuck`` (never asks whether to stop), ``fail`` (an
-error the user can act on), ``bug`` (any other), ``exit`` (as Ray does on SIGTERM while it starts), ``spoil`` (leaves
-a spool folder that cannot be delivered), ``die`` (collector, then process are killed in the middle of a step).
+error the user can act on), ``bug`` (any other), ``crash`` (fails and leaves a checkpoint), ``exit`` (as Ray does on
+SIGTERM while it starts), ``spoil`` (leaves a spool folder that cannot be delivered), ``die`` (collector, then process
+are killed in the middle of a step).
 """
 
 from __future__ import annotations
@@ -54,6 +55,9 @@ def _misbehave(mode: str, step: int, path: Path, spool_dir: Path) -> None:
         sys.exit(15)
     elif mode == "bug" and step == 2:
         raise ZeroDivisionError("a bug")
+    elif mode == "crash" and step == 2:
+        (spool_dir.parent / "checkpoints" / "step-1").mkdir(parents=True)
+        raise RewardError("the actor ran out of memory; lower trainer.micro_batch_tokens")
     elif mode == "spoil" and step == 2:
         (spool_dir / "policy-0-dead" / "lock").mkdir(parents=True)
     elif mode == "die" and step == 2:

@@ -142,9 +142,21 @@ def test_ctrl_c_finishes_the_step_and_resume_goes_on(place: Place) -> None:
     assert place.query("select resumed_from_step as n from run_starts where attempt = 2") == [{"n": run["steps_done"]}]
 
 
-def test_sigterm_is_as_gentle_as_ctrl_c(place: Place) -> None:
-    """A scheduler that ends the job gets a checkpoint too."""
-    interrupted(place, signal.SIGTERM)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_other_ends_are_as_gentle_as_ctrl_c(place: Place, number: signal.Signals) -> None:
+    """A scheduler that ends the job, and a terminal that is closed, get a checkpoint too."""
+    interrupted(place, number)
+
+
+def test_a_failed_run_says_how_to_go_on(place: Place) -> None:
+    """When a failure leaves a checkpoint the command that resumes from it is printed, and the error stays as it is."""
+    code, out, err = place.run("crash")
+    assert (code, err) == (1, "error: the actor ran out of memory; lower trainer.micro_batch_tokens\n")
+    [command] = re.findall(r"to go on after step-1: rlinsight (train .*)", out)
+    config = shlex.split(command)[1]
+    assert Path(config).is_file()
+    assert place.run("finish", "--resume")[0] == 0
+    assert place.query("select attempts, status from runs") == [{"attempts": 2, "status": "finished"}]
 
 
 def test_a_library_that_turns_sigterm_into_an_exit_makes_no_failure(place: Place) -> None:
