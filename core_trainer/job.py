@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -17,6 +17,7 @@ class Job:
     spool_dir: Path  # undelivered telemetry of every process of the run
     collector: str | None  # base URL of the collector's OTLP/HTTP endpoint; None records to the spool only
     resume: Path | None = None  # checkpoint directory to start from
+    token: str | None = field(default=None, repr=False)  # the collector's; it asks for it beyond loopback
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,12 +41,19 @@ class _Queued:
 class Exporter:
     """One producer. Without ``segments`` everything is dropped, counted; without ``endpoint`` it is only spooled."""
 
-    def __init__(self, producer: str, encoder: Encoder, segments: Segments | None, endpoint: str | None) -> None:
+    def __init__(
+        self,
+        producer: str,
+        encoder: Encoder,
+        segments: Segments | None,
+        endpoint: str | None,
+        token: str | None = None,
+    ) -> None:
         self.counts = Counts.create(producer) if segments is not None else Counts()
         self._producer = producer
         self._encoder = encoder
         self._segments = segments
-        self._sender = Sender(segments, endpoint, self.counts) if segments and endpoint else None
+        self._sender = Sender(segments, endpoint, token, self.counts) if segments and endpoint else None
         # Reentrant: a signal handler may emit while its thread is inside an emit call.
         self._lock = threading.RLock()
         self._items: list[_Queued] = []

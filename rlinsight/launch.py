@@ -60,14 +60,16 @@ def train(
     with _Signals() as signals, collector(config.telemetry.store) as endpoint:
         for folder in run_dir.abandoned_spools(config):
             try:
-                spool.deliver_leftovers(folder, endpoint.http, LEFTOVERS_TIMEOUT_S)
+                spool.deliver_leftovers(folder, endpoint.http, endpoint.token, LEFTOVERS_TIMEOUT_S)
             except RlinsightError as error:  # of an earlier run, maybe another user's: no reason not to train
                 _say(console, [f"warning: {error}"])
         run = run or run_dir.create(config)
         attempt = run.begin_attempt(config)
-        job = Job(run.run_id, attempt.attempt, run.path, run.spool, endpoint.http, run.newest_checkpoint())
+        job = Job(
+            run.run_id, attempt.attempt, run.path, run.spool, endpoint.http, run.newest_checkpoint(), endpoint.token
+        )
         progress = Progress(console, run.run_id, config.trainer.total_steps)
-        with progress, _recorded(config, job, endpoint.http) as end:
+        with progress, _recorded(config, job) as end:
             progress.stage(f"run {run.run_id}, attempt {job.attempt}; Ctrl-C stops it with a checkpoint")
             try:
                 controller = controller or _trainer()
@@ -110,7 +112,7 @@ def ingest(directory: Path, path: Path) -> str:
             f"{directory} holds no undelivered telemetry; it is delivered already, or no spool: name a run's folder"
         )
     with collector(path) as endpoint:
-        delivered = spool.deliver_leftovers(directory, endpoint.http, timeout_s=INGEST_TIMEOUT_S)
+        delivered = spool.deliver_leftovers(directory, endpoint.http, endpoint.token, INGEST_TIMEOUT_S)
     text = f"{delivered.batches} batches, {delivered.sent} items delivered to {path}"
     if delivered.rejected:
         text += f", {delivered.rejected} refused"
@@ -228,14 +230,15 @@ class _End:
 
 
 @contextmanager
-def _recorded(config: Config, job: Job, collector_url: str) -> Iterator[_End]:
+def _recorded(config: Config, job: Job) -> Iterator[_End]:
     """Telemetry of this process with run.start and run.end around the block; everything delivered after it."""
     telemetry.setup(
         "controller",
         spool_dir=job.spool_dir,
         run_id=job.run_id,
         attempt=job.attempt,
-        endpoint=collector_url,
+        endpoint=job.collector,
+        token=job.token,
         lane="controller",
         text=config.telemetry.text,
         token_arrays=config.telemetry.token_arrays,
@@ -265,7 +268,7 @@ def _deliver(path: Path, spool_dir: Path) -> bool:
     telemetry.shutdown(DELIVERY_TIMEOUT_S if endpoint else 0.0)
     try:
         endpoint = endpoint or _found_or_started(path)
-        return spool.deliver_leftovers(spool_dir, endpoint.http, LEFTOVERS_TIMEOUT_S).remaining == 0
+        return spool.deliver_leftovers(spool_dir, endpoint.http, endpoint.token, LEFTOVERS_TIMEOUT_S).remaining == 0
     except RlinsightError:
         return False
 

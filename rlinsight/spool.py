@@ -28,7 +28,7 @@ from opentelemetry.sdk.resources import Resource
 
 from rlinsight import names
 from rlinsight.counts import Counts, correct, of_killed, remove
-from rlinsight.errors import SpoolError
+from rlinsight.errors import CollectorError, SpoolError
 from rlinsight.otlp import Encoder
 from rlinsight.segments import LOCK, Batch, Segments
 
@@ -57,7 +57,7 @@ class Delivered:
 
 @dataclass(frozen=True, slots=True)
 class _Reply:
-    verdict: Literal["stored", "refused", "failed", "unavailable"]
+    verdict: Literal["stored", "refused", "failed", "unavailable", "denied"]
     detail: str
     rejected: int = 0
     retry_after_s: float = 0.0
@@ -66,17 +66,22 @@ class _Reply:
 class Sender:
     """Posts the batches of one folder over one kept-alive connection."""
 
-    def __init__(self, segments: Segments, endpoint: str, counts: Counts) -> None:
+    def __init__(self, segments: Segments, endpoint: str, token: str | None, counts: Counts) -> None:
         self.batches = 0  # settled: stored or refused
         self._segments = segments
         self._counts = counts
         self._connection = _connect(endpoint)
+        self._endpoint = endpoint
         self._base = urlsplit(endpoint).path.rstrip("/")
+        self._authorization = {"Authorization": f"Bearer {token}"} if token else {}
         self._random = random.Random()  # its own: training seeds and reads the global generator
         self._unreachable = False
 
     def run(self, stop: threading.Event, *, until_empty: bool = False, deadline: float = math.inf) -> None:
-        """Deliver until ``stop``, until the folder is empty if asked, or until ``deadline`` (time.monotonic)."""
+        """Deliver until ``stop``, until the folder is empty if asked, or until ``deadline`` (time.monotonic).
+
+        Raises CollectorError when it should come to an end and the collector wants another token.
+        """
         attempts = server_errors = 0
         while not stop.is_set() and time.monotonic() < deadline:
             batch = self._segments.peek(0 if until_empty else POLL_S)
@@ -87,6 +92,11 @@ class Sender:
             reply = self.post(batch, min(POST_TIMEOUT_S, max(deadline - time.monotonic(), 0.1)))
             if stop.is_set():
                 return  # the folder may be another's by now; if it was stored, the collector knows it again
+            if reply.verdict == "denied" and until_empty:
+                raise CollectorError(
+                    f"the collector at {self._endpoint} wants its token ({reply.detail}); it is in the .endpoint file "
+                    "beside the store, readable by who started it"
+                )
             server_errors += reply.verdict == "failed"
             self._note_reachability(reply)
             if reply.verdict == "stored" or reply.verdict == "refused" or server_errors >= MAX_SERVER_ERRORS:
@@ -121,7 +131,7 @@ class Sender:
         )  # fmt: skip
 
     def _note_reachability(self, reply: _Reply) -> None:
-        unreachable = reply.verdict == "unavailable"
+        unreachable = reply.verdict in ("unavailable", "denied")
         if unreachable and not self._unreachable:
             _log.warning("collector unavailable (%s); telemetry waits in %s", reply.detail, self._segments.path)
         self._unreachable = unreachable
@@ -137,6 +147,7 @@ class Sender:
             "Content-Type": "application/x-protobuf",
             "x-rlinsight-producer": self._segments.producer,
             "x-rlinsight-seq": str(batch.seq),
+            **self._authorization,
         }
         reused = self._connection.sock is not None
         try:
@@ -157,15 +168,18 @@ class Sender:
         detail = f"HTTP {answer.status} {body[:200].decode('utf-8', 'replace')}".strip()
         if answer.status in REFUSED:
             return _Reply("refused", detail)
+        if answer.status in (401, 403):
+            return _Reply("denied", detail)
         verdict = "failed" if answer.status == 500 else "unavailable"
         return _Reply(verdict, detail, retry_after_s=_retry_after(answer.getheader("Retry-After")))
 
 
-def deliver_leftovers(spool_dir: Path, endpoint: str, timeout_s: float = 30.0) -> Delivered:
+def deliver_leftovers(spool_dir: Path, endpoint: str, token: str | None = None, timeout_s: float = 30.0) -> Delivered:
     """Deliver what dead producers left in ``spool_dir``, within ``timeout_s`` seconds.
 
     Folders of living producers, and those another process is delivering, are left alone. Batches keep their producer
-    and number, so what the collector has already stored is not stored twice. Raises SpoolError.
+    and number, so what the collector has already stored is not stored twice. Raises SpoolError, and
+    CollectorError when the collector wants another token.
     """
     total = Delivered()
     deadline = time.monotonic() + timeout_s
@@ -173,7 +187,7 @@ def deliver_leftovers(spool_dir: Path, endpoint: str, timeout_s: float = 30.0) -
         try:
             segments = Segments.adopt(path)
             if segments is not None:
-                _deliver_folder(segments, endpoint, deadline, total)
+                _deliver_folder(segments, endpoint, token, deadline, total)
             elif path.exists():  # else another process just delivered and removed it
                 total.in_use += 1
         except OSError as error:
@@ -203,9 +217,9 @@ def _may_hold_lock(folder: str) -> bool:
     return True
 
 
-def _deliver_folder(segments: Segments, endpoint: str, deadline: float, total: Delivered) -> None:
+def _deliver_folder(segments: Segments, endpoint: str, token: str | None, deadline: float, total: Delivered) -> None:
     counts = Counts()
-    sender = Sender(segments, endpoint, counts)
+    sender = Sender(segments, endpoint, token, counts)
     try:
         killed = _of_killed(segments)
         sender.run(threading.Event(), until_empty=True, deadline=deadline)

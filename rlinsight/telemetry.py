@@ -62,6 +62,7 @@ def setup(
     run_id: str,
     attempt: int,
     endpoint: str | None,
+    token: str | None = None,
     rank: int = 0,
     world_size: int = 1,
     lane: str | None = None,
@@ -72,7 +73,8 @@ def setup(
 ) -> None:
     """Start recording; a second call ends the first recording. Never raises.
 
-    ``endpoint`` is the collector's base URL (http://127.0.0.1:PORT); None only spools. An unusable ``spool_dir`` is a
+    ``endpoint`` is the collector's base URL (http://127.0.0.1:PORT); None only spools; ``token`` is what it
+    asks for beyond loopback. An unusable ``spool_dir`` is a
     warning, and everything emitted is counted as dropped. A forked child is silent until it calls ``setup`` itself.
     """
     global _recorder, _sources
@@ -101,7 +103,7 @@ def setup(
     if _sources is None:
         processor = _Processor()
         _sources = providers.install(processor, processor, encoder.resource)
-    exporter = Exporter(producer, encoder, segments, endpoint)
+    exporter = Exporter(producer, encoder, segments, endpoint, token)
     _recorder = Recorder(encoder, exporter, _sources, lane or f"{role}/{rank}")
 
 

@@ -14,8 +14,9 @@ import pytest
 
 from collectors.server import start_process
 from rlinsight import counts, launch, names, segments, spool, store, telemetry
-from rlinsight.errors import SpoolError
+from rlinsight.errors import CollectorError, SpoolError
 from rlinsight.segments import Batch, Segments
+from tests.collectors import live
 from tests.scripted_collector import Answer, Collector, attributes, running
 
 ROOT = Path(__file__).parents[1]
@@ -257,6 +258,25 @@ def test_the_real_collector_stores_each_item_once_through_two_kills(tmp_path: Pa
         os.kill(second.pid, signal.SIGTERM)
 
 
+def test_a_collector_others_can_reach_gets_its_token(tmp_path: Path) -> None:
+    """Beyond loopback producers and deliverers carry the token; delivering with a wrong one is one clear error."""
+    path = tmp_path / "s.duckdb"
+    start(tmp_path / "spool", None)
+    emit(0, 3)
+    telemetry.shutdown(5)
+    with live.collector(path, "--host", "0.0.0.0") as running:
+        endpoint, token = running.endpoint.http, running.endpoint.token
+        start(tmp_path / "spool", endpoint, token=token)
+        emit(3, 5)
+        assert telemetry.shutdown(20)
+        with pytest.raises(CollectorError, match="wants its token"):
+            spool.deliver_leftovers(tmp_path / "spool", endpoint, "wrong")
+        assert spool.deliver_leftovers(tmp_path / "spool", endpoint, token).remaining == 0
+        rows = store.query("SELECT count(*) AS n FROM otel_logs WHERE event_name = 'e'", store=path)
+        assert rows.to_pylist() == [{"n": 5}]
+    assert spool.producers(tmp_path / "spool") == []
+
+
 def test_two_deliverers_share_no_folder(tmp_path: Path) -> None:
     """Deliverers racing over the same leftovers send every batch once."""
     for first in range(0, 600, 100):
@@ -432,7 +452,7 @@ def test_ingest_finds_the_spool_or_says_that_there_is_none(tmp_path: Path) -> No
     emit(0, 5)
     telemetry.flush(5)
     assert "1 producers still in use" in launch.ingest(run, store)
-    telemetry.shutdown(0)
+    telemetry.shutdown(5)
     (run / "spool" / "notes").mkdir()
     with pytest.raises(SpoolError, match="holds no undelivered telemetry"):
         launch.ingest(tmp_path, tmp_path / "none.duckdb")

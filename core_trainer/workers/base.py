@@ -36,6 +36,7 @@ class Worker:
             run_id=job.run_id,
             attempt=job.attempt,
             endpoint=job.collector,
+            token=job.token,
             rank=place.rank,
             world_size=place.world_size,
             text=section.text,
