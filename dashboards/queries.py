@@ -364,8 +364,11 @@ def catalog(read: Read) -> Frame:
         """SELECT c.table_name AS relation, v.view_name IS NOT NULL AS is_view,
                   coalesce(v.comment, t.comment) AS about, c.column_name AS name, c.data_type AS type
            FROM duckdb_columns() c
-           LEFT JOIN duckdb_views() v ON v.view_name = c.table_name AND v.schema_name = c.schema_name
-           LEFT JOIN duckdb_tables() t ON t.table_name = c.table_name AND t.schema_name = c.schema_name
-           WHERE NOT c.internal AND c.schema_name = 'main' ORDER BY is_view DESC, relation, c.column_index""",
+           LEFT JOIN duckdb_views() v ON v.view_name = c.table_name AND v.database_name = c.database_name
+           LEFT JOIN duckdb_tables() t ON t.table_name = c.table_name AND t.database_name = c.database_name
+           WHERE NOT c.internal AND c.schema_name = 'main'
+           -- Where the file's views are of another version, temporary ones stand before them.
+           QUALIFY (c.database_name = 'temp') = bool_or(c.database_name = 'temp') OVER (PARTITION BY c.table_name)
+           ORDER BY is_view DESC, relation, c.column_index""",
         {},
     )

@@ -160,6 +160,7 @@ def _ask_file(store: Path, sql: str, params: Params | None, timeout_s: float) ->
     try:
         if schema.stored_version(con, store) is None:
             raise StoreError(f"{store} is empty; fill it with 'rlinsight train CONFIG'")
+        schema.shadow_old_views(con)
         return run(con, sql, params, timeout_s)
     finally:
         con.close()

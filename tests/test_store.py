@@ -10,6 +10,8 @@ from pathlib import Path
 import duckdb
 import pytest
 
+from collectors.database import Database
+from rlinsight import schema
 from rlinsight.errors import StoreError
 from rlinsight.store import endpoint_path, is_alive, query, read_endpoint
 from tests.collectors.live import collector
@@ -222,6 +224,28 @@ def test_newer_and_foreign_files_are_refused(tmp_path):
             con.execute(sql)
         with pytest.raises(StoreError, match=message):
             query("SELECT 1", store=path)
+
+
+def test_views_of_another_version_in_the_file_are_not_used(at_rest, tmp_path):
+    """A file left by a collector with other views, even before it kept their hash, answers with today's: asked
+    directly, through another view and a macro. The file stays as it is; the next collector brings it up to date."""
+    path = tmp_path / "s.duckdb"
+    path.write_bytes(at_rest.read_bytes())
+    with duckdb.connect(str(path)) as con:
+        con.execute("CREATE OR REPLACE VIEW health AS SELECT 'old' AS missing")
+        con.execute("CREATE OR REPLACE VIEW v_steps AS SELECT * FROM steps WHERE false")
+        con.execute("CREATE OR REPLACE MACRO to_time(ns) AS make_timestamp(0)")
+        con.execute("ALTER TABLE schema_meta DROP COLUMN views_hash")
+    before = path.read_bytes()
+    health = query("SELECT missing FROM health ORDER BY ALL", store=path)
+    assert health == query("SELECT missing FROM health ORDER BY ALL", store=at_rest)
+    assert query("SELECT steps_done, started FROM runs", store=path) == query(
+        "SELECT steps_done, started FROM runs", store=at_rest
+    )
+    assert path.read_bytes() == before
+    with Database(path) as database:
+        assert database.con.execute("SELECT views_hash FROM schema_meta").fetchall() == [(schema.views_hash(),)]
+        assert database.con.execute("SELECT count(*) FROM v_steps").fetchone() == (5,)
 
 
 def test_a_stale_endpoint_file_counts_as_none(at_rest, tmp_path):

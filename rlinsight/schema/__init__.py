@@ -6,6 +6,7 @@ no duckdb.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import time
 from pathlib import Path
@@ -76,10 +77,38 @@ def apply(con: Any, store: Path) -> None:
         con.execute(file.sql)
         if file.kind != "macros":
             target = "TABLE" if file.kind == "tables" else "VIEW"
-            con.execute(f"COMMENT ON {target} {file.name} IS '{file.comment.replace(chr(39), chr(39) * 2)}'")
+            con.execute(f"COMMENT ON {target} {file.name} IS {_quoted(file.comment)}")
     if is_new:
-        con.execute("INSERT INTO schema_meta VALUES (?, ?, ?)", [VERSION, __version__, time.time_ns()])
+        con.execute("INSERT INTO schema_meta VALUES (?, ?, ?, NULL)", [VERSION, __version__, time.time_ns()])
+    con.execute("ALTER TABLE schema_meta ADD COLUMN IF NOT EXISTS views_hash VARCHAR")  # the first stores lack it
+    con.execute("UPDATE schema_meta SET views_hash = ?", [views_hash()])
     con.execute("COMMIT")
+
+
+def views_hash() -> str:
+    """What tells this version's macros and views from others."""
+    return hashlib.sha256("\n".join(file.sql for file in files() if file.kind != "tables").encode()).hexdigest()
+
+
+def shadow_old_views(con: Any) -> None:
+    """Put this version's macros and views before those of an open, read-only store, if it holds others.
+
+    Views live in the file, so a store at rest keeps those of its last collector. Only for tables of this VERSION; the
+    shadows are temporary and the file stays as it is.
+    """
+    cursor = con.execute("FROM schema_meta")
+    meta = dict(zip([column[0] for column in cursor.description], cursor.fetchone(), strict=True))
+    if meta["version"] != VERSION or meta.get("views_hash") == views_hash():
+        return
+    for file in files():
+        if file.kind != "tables":
+            con.execute(file.sql.replace("CREATE OR REPLACE", "CREATE OR REPLACE TEMP", 1))
+        if file.kind == "views":
+            con.execute(f"COMMENT ON VIEW temp.{file.name} IS {_quoted(file.comment)}")
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
 
 
 def columns(con: Any) -> dict[str, dict[str, str]]:

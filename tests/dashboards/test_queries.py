@@ -5,9 +5,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import pandas as pd
 import pytest
 
+from collectors.database import Database
 from dashboards import examples, queries
 from dashboards.queries import RolloutFilter
 from dashboards.reader import read_now
@@ -145,6 +147,17 @@ def test_examples_run(store: Path, example: examples.Example) -> None:
     """Every offered question is valid SQL, one statement, and names its columns apart."""
     table = stores.query(example.sql_for(MAIN), store=store)
     assert len(set(table.column_names)) == table.num_columns
+
+
+def test_the_catalog_lists_each_column_once_also_of_old_views(tmp_path: Path) -> None:
+    """With views of another version in the file, the browser shows today's alone, with their descriptions."""
+    path = tmp_path / "store.duckdb"
+    Database(path).close()
+    now = queries.catalog(read_now(path))
+    with duckdb.connect(str(path)) as con:
+        con.execute("CREATE OR REPLACE VIEW health AS SELECT 1 AS former")
+        con.execute("UPDATE schema_meta SET views_hash = 'former'")
+    pd.testing.assert_frame_equal(queries.catalog(read_now(path)), now)
 
 
 def test_run_ids_are_quoted_in_examples(store: Path) -> None:
