@@ -85,7 +85,7 @@ def test_gradient_and_statistics_equal_a_naive_loop(
     (policy_loss + kl_coef * kl_loss).backward()
     expected = torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
     torch.testing.assert_close(worker.optimizer.gradient, expected, atol=2e-5, rtol=1e-3)
-    assert stats.policy_loss == pytest.approx(float(policy_loss), abs=1e-4)
-    assert stats.kl_loss == pytest.approx(float(kl_loss) if kl_coef else 0.0, abs=1e-4)
+    assert stats.policy_loss == pytest.approx(policy_loss.item(), abs=1e-4)
+    assert stats.kl_loss == pytest.approx(kl_loss.item() if kl_coef else 0.0, abs=1e-4)
     assert stats.num_clipped == num_clipped > 0
     assert stats.num_tokens == sum(int(s.loss_mask.sum()) for s in samples)

@@ -56,7 +56,9 @@ def beyond_context(project: Project) -> None:
 
 
 def last_prompt_beyond_context(project: Project) -> None:
-    (project.path / "data.jsonl").write_text(json.dumps(PROMPT) + "\n" + json.dumps(PROMPT | {"prompt": "many " * 700}))
+    (project.path / "data.jsonl").write_text(
+        json.dumps(PROMPT) + "\n" + json.dumps(PROMPT | {"prompt": "many " * 5000})
+    )
     project.tree["data"]["max_prompt_tokens"] = 100_000
 
 
