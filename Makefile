@@ -44,7 +44,7 @@ lint: $(VENV)/.dev
 	$(BIN)/pyright
 
 unit: $(VENV)/.dev
-	$(BIN)/python -m pytest tests --ignore=tests/e2e -m "not slow" -n auto
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/e2e -m "not slow" -n auto
 
 e2e: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/e2e

@@ -12,6 +12,8 @@ from tests.dashboards.conftest import BARE, EMPTY, FAILED, MAIN, PRIVATE, RESUME
 PAGES = ["overview", "timeline", "rollouts", "sql"]
 Open = Callable[..., AppTest]
 
+pytestmark = pytest.mark.slow  # each test runs the whole app
+
 
 def html(app: AppTest) -> str:
     """All HTML and captions of the page, as drawn."""
