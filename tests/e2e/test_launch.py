@@ -26,6 +26,12 @@ from rlinsight import store
 ROOT = Path(__file__).parents[2]
 
 
+def heed_signals() -> None:
+    """In a child before it starts: signals that nohup or a background job made the test run ignore count again."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Place:
     """A folder with a config, a store and the runs trained into it."""
 
@@ -49,7 +55,9 @@ class Place:
 
     def start(self, mode: str, *arguments: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "tests.e2e.fake_trainer", str(self.config), mode, *arguments]
-        return subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        return subprocess.Popen(
+            command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heed_signals
+        )
 
     def run(self, mode: str, *arguments: str) -> tuple[int, str, str]:
         process = self.start(mode, *arguments)

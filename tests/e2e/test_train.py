@@ -18,6 +18,7 @@ import yaml
 from safetensors.numpy import load_file
 
 from rlinsight import names, store
+from tests.e2e.test_launch import heed_signals
 
 COMMAND = Path(sys.executable).parent / "rlinsight"
 MARK = "RLINSIGHT_TEST_PROJECT"  # in the environment of every process a test starts
@@ -58,6 +59,7 @@ class Project:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=os.environ | {MARK: str(self.path)},
+            preexec_fn=heed_signals,
             start_new_session=True,  # a process group of its own, as a terminal gives a command
         )
 
