@@ -31,7 +31,7 @@ from core_trainer.rollout.sample import make_groups
 from core_trainer.types import Rollout, SamplingParams
 from rlinsight import names, telemetry
 from rlinsight.config import Config
-from rlinsight.errors import RlinsightError
+from rlinsight.errors import RlinsightError, TrainingError
 from rlinsight.telemetry import Span
 
 ON_POLICY = "one on-policy update: the update's own forward gives the same log-probs"
@@ -65,7 +65,7 @@ class Controller:
         self.step, self.policy_version = cluster.step, cluster.policy_version
         self.rewards: list[float] = []
         self.saved = job.resume
-        self.updating = False  # from the first gradient of a step to its end, weights belong to no finished step
+        self.updating = False  # from a step's first update to its end, weights belong to no finished step
 
     def train(self) -> RunSummary:
         """The loop over steps."""
@@ -119,7 +119,6 @@ class Controller:
             with self._phase(names.REF_LOG_PROBS) as phase:
                 self._ref_log_probs(samples, step, phase)
             with self._phase(names.TRAIN):
-                self.updating = True
                 stats, updates = self._update(samples, step)
             with self._phase(names.SYNC):
                 self.policy.call("sync_weights", step=step)
@@ -181,7 +180,12 @@ class Controller:
             for parts in mini_batches(samples, self.policy.world_size, algorithm, (self.config.run.seed, step, epoch)):
                 for result in self.policy.scatter("forward_backward", parts, algorithm, last, step=step):
                     stats = stats.merge(result)
-                updates.append(self.policy.call("optim_step", step, step=step)[0])
+                self.updating = True
+                try:
+                    updates.append(self.policy.call("optim_step", step, step=step)[0])
+                except TrainingError:  # raised before any weight changes
+                    self.updating = bool(updates)
+                    raise
         self.policy_version += len(updates)
         return stats, updates
 
