@@ -158,10 +158,17 @@ def _ask_file(store: Path, sql: str, params: Params | None, timeout_s: float) ->
             raise _HandOver(str(error).splitlines()[0]) from None
         raise explain(store, error) from None
     try:
-        if schema.stored_version(con, store) is None:
+        version = schema.stored_version(con, store)
+        if version is None:
             raise StoreError(f"{store} is empty; fill it with 'rlinsight train CONFIG'")
         schema.shadow_old_views(con)
-        return run(con, sql, params, timeout_s)
+        try:
+            return run(con, sql, params, timeout_s)
+        except StoreError as error:
+            if version == schema.VERSION:
+                raise
+            hint = f"this store has schema version {version}; 'rlinsight collect --store {store}' brings it to"
+            raise StoreError(f"{error} ({hint} {schema.VERSION})") from None
     finally:
         con.close()
 

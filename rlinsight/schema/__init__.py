@@ -1,7 +1,10 @@
-"""The store's schema: SQL files in manifest order, its version, and the checks before any of it runs.
+"""The store's schema: SQL files in manifest order, its version, the checks before any of it runs, and migrations.
 
 Owns what a store must look like. Does not open databases: functions take a DuckDB connection, so importing this loads
 no duckdb.
+
+Whoever changes the columns of a table changes its file under ``tables/`` and adds the ``ALTER TABLE ... ADD COLUMN IF
+NOT EXISTS`` to ``migrations/<VERSION>.sql``; a new table needs its file only. VERSION rises once per release.
 """
 
 from __future__ import annotations
@@ -9,13 +12,14 @@ from __future__ import annotations
 import hashlib
 import re
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlinsight import __version__
 from rlinsight.errors import StoreError
 
-VERSION = 1
+VERSION = 2
 ROOT = Path(__file__).parent
 
 
@@ -32,7 +36,9 @@ def files(root: Path = ROOT) -> list[SqlFile]:
     """The SQL files in manifest order. Raises StoreError when the manifest and the folder differ."""
     lines = (root / "manifest.txt").read_text(encoding="utf-8").splitlines()
     listed = [line for line in lines if line and not line.startswith("#")]
-    found = {path.relative_to(root).as_posix() for path in root.rglob("*.sql")}
+    found = {path.relative_to(root).as_posix() for path in root.rglob("*.sql")} - {
+        f"migrations/{path.name}" for path in (root / "migrations").glob("*.sql")
+    }
     for problem, paths in (("missing from the folder", set(listed) - found), ("not listed in it", found - set(listed))):
         if paths:
             raise StoreError(
@@ -68,21 +74,43 @@ def stored_version(con: Any, store: Path) -> int | None:
 
 
 def apply(con: Any, store: Path) -> None:
-    """Bring an open, writable database to this version, all or nothing. Raises StoreError before any change."""
-    is_new = stored_version(con, store) is None
+    """Bring an open, writable database to this version, all or nothing: tables of an older one are migrated.
+
+    Raises StoreError before any change, or with every change undone when a migration fails.
+    """
+    version = stored_version(con, store)
     con.execute("BEGIN")
+    try:
+        _create_missing_tables(con)
+        if version is None:
+            con.execute("INSERT INTO schema_meta VALUES (?, ?, ?, NULL)", [VERSION, __version__, time.time_ns()])
+        for number in range(version or VERSION, VERSION):
+            con.execute((ROOT / "migrations" / f"{number + 1}.sql").read_text(encoding="utf-8"))
+        for file in files():
+            if file.kind != "tables":
+                con.execute(file.sql)
+            if file.kind != "macros":
+                target = "TABLE" if file.kind == "tables" else "VIEW"
+                con.execute(f"COMMENT ON {target} {file.name} IS {_quoted(file.comment)}")
+        con.execute("UPDATE schema_meta SET version = ?, views_hash = ?", [VERSION, views_hash()])
+        con.execute("COMMIT")
+    except Exception as error:
+        with suppress(Exception):  # a failed COMMIT has ended the transaction
+            con.execute("ROLLBACK")
+        if version in (None, VERSION):
+            raise
+        raise StoreError(
+            f"{store} could not be brought from schema version {version} to {VERSION} and was left as it was "
+            f"({str(error).splitlines()[0]}); use the rlinsight that wrote it, and report this"
+        ) from error
+
+
+def _create_missing_tables(con: Any) -> None:
+    """All tables of a new store, the new ones of an older store. Migrations alter tables that exist by then."""
+    existing = {row[0] for row in con.execute("SELECT table_name FROM duckdb_tables()").fetchall()}
     for file in files():
-        if file.kind == "tables" and not is_new:
-            continue
-        con.execute(file.sql)
-        if file.kind != "macros":
-            target = "TABLE" if file.kind == "tables" else "VIEW"
-            con.execute(f"COMMENT ON {target} {file.name} IS {_quoted(file.comment)}")
-    if is_new:
-        con.execute("INSERT INTO schema_meta VALUES (?, ?, ?, NULL)", [VERSION, __version__, time.time_ns()])
-    con.execute("ALTER TABLE schema_meta ADD COLUMN IF NOT EXISTS views_hash VARCHAR")  # the first stores lack it
-    con.execute("UPDATE schema_meta SET views_hash = ?", [views_hash()])
-    con.execute("COMMIT")
+        if file.kind == "tables" and file.name not in existing:
+            con.execute(file.sql)
 
 
 def views_hash() -> str:
