@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
+from rlinsight import DEFAULT_STORE
 from rlinsight.errors import ConfigError
 
 
@@ -283,7 +284,7 @@ class TrainerSection(Section):
 class TelemetrySection(Section):
     """What is recorded and where it is stored."""
 
-    store: Path = Field(default=Path("runs/rlinsight.duckdb"), description="DuckDB file of all runs")
+    store: Path = Field(default=DEFAULT_STORE, description="DuckDB file of all runs")
     text: Literal["full", "redacted", "off"] = Field(
         default="full", description="capture of prompts and responses; redacted keeps lengths and hashes only"
     )
@@ -292,6 +293,12 @@ class TelemetrySection(Section):
     )
     spool_bytes: int = Field(
         default=2 * 1024**3, ge=1024**2, description="cap on undelivered telemetry on disk, per process"
+    )
+    metrics_interval_s: float = Field(
+        default=5.0, ge=0.1, le=3600, description="time between two collections of metrics, in every process"
+    )
+    system_metrics: bool = Field(
+        default=True, description="CPU, memory, disk, network and GPUs of every process and machine"
     )
 
 

@@ -9,17 +9,18 @@ from __future__ import annotations
 import http.client
 import ipaddress
 import json
+import os
 import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from rlinsight import schema
+from rlinsight import DEFAULT_STORE, schema
 from rlinsight.errors import StoreError
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 Params = Sequence[Any] | Mapping[str, Any]
+T = TypeVar("T")
 
 TIMEOUT_S = 30.0
 HANDOVER_S = 15.0  # a collector that starts or leaves holds the file without answering for this long at most
@@ -70,6 +72,12 @@ def read_endpoint(store: Path) -> Endpoint | None:
     return endpoint if is_alive(endpoint.pid, endpoint.started_ns) else None
 
 
+def locate(store: Path) -> tuple[str, str] | None:
+    """Base URL and token of the live collector of a store."""
+    endpoint = read_endpoint(store)
+    return (endpoint.http, endpoint.token) if endpoint else None
+
+
 def is_loopback(host: str) -> bool:
     """Whether an address to listen on can be reached from this machine only."""
     try:
@@ -90,27 +98,46 @@ def is_alive(pid: int, known_at_ns: int) -> bool:
         return False
 
 
-def query(sql: str, *, store: Path, params: Params | None = None, timeout_s: float = TIMEOUT_S) -> pa.Table:
-    """Run one reading statement (SELECT, EXPLAIN, DESCRIBE, SHOW, SUMMARIZE) and return its result.
+def resolve(store: Path | str | None) -> Path:
+    """The store that is meant: the one given, else RLINSIGHT_STORE, else runs/rlinsight.duckdb."""
+    return Path(store or os.environ.get("RLINSIGHT_STORE") or DEFAULT_STORE)
 
-    ``params`` fill ``?`` (a sequence) or ``$name`` (a mapping). Raises StoreError: no store yet, a damaged or newer
-    file, a statement that does not only read, an SQL error, or more than ``timeout_s`` seconds.
+
+def query(
+    sql: str, *, store: Path | str | None = None, params: Params | None = None, timeout_s: float = TIMEOUT_S
+) -> pa.Table:
+    """Run one reading statement (SELECT, EXPLAIN, DESCRIBE, SHOW, SUMMARIZE) and return its result as an Arrow table.
+
+    ``query(...).to_pandas()`` and ``polars.from_arrow(query(...))`` make frames of it. ``store`` defaults to
+    RLINSIGHT_STORE, then runs/rlinsight.duckdb. ``params`` fill ``?`` (a sequence) or ``$name`` (a mapping). Ctrl-C
+    ends the statement, in the collector too. Raises StoreError: no store yet, a damaged or newer file, a statement that
+    does not only read, an SQL error, a result over 512 MiB, or more than ``timeout_s`` seconds.
     """
+    path = resolve(store)
+
+    def attempt() -> pa.Table:
+        endpoint = read_endpoint(path)
+        if endpoint is not None:
+            return _ask_collector(endpoint, sql, params, timeout_s)
+        return _ask_file(path, sql, params, timeout_s)
+
+    return until_handed_over(path, attempt)
+
+
+class HandOver(Exception):
+    """The store changes hands right now: ask again in a moment."""
+
+
+def until_handed_over(store: Path, attempt: Callable[[], T]) -> T:
+    """What ``attempt`` gives once it meets no HandOver. Raises StoreError when that takes over HANDOVER_S."""
     deadline = time.monotonic() + HANDOVER_S
     while True:
-        endpoint = read_endpoint(store)
         try:
-            if endpoint is not None:
-                return _ask_collector(endpoint, sql, params, timeout_s)
-            return _ask_file(store, sql, params, timeout_s)
-        except _HandOver as error:
+            return attempt()
+        except HandOver as error:
             if time.monotonic() > deadline:
                 raise StoreError(f"{store} cannot be read: {error}; is another program holding it?") from None
             time.sleep(0.05)
-
-
-class _HandOver(Exception):
-    """The store changes hands right now: ask again in a moment."""
 
 
 def _ask_collector(endpoint: Endpoint, sql: str, params: Params | None, timeout_s: float) -> pa.Table:
@@ -130,11 +157,11 @@ def _ask_collector(endpoint: Endpoint, sql: str, params: Params | None, timeout_
     except TimeoutError:
         raise StoreError(f"the collector (process {endpoint.pid}) did not answer within {timeout_s + 10:g} s") from None
     except (OSError, http.client.HTTPException) as error:
-        raise _HandOver(f"collector {endpoint.pid} does not answer ({error})") from None
+        raise HandOver(f"collector {endpoint.pid} does not answer ({error})") from None
     finally:
         connection.close()
     if response.status == 503:
-        raise _HandOver(f"collector {endpoint.pid} is leaving")
+        raise HandOver(f"collector {endpoint.pid} is leaving")
     if response.status != 200:
         raise StoreError(json.loads(answer)["message"])
     return pa.ipc.open_stream(answer).read_all()
@@ -144,7 +171,7 @@ def _ask_file(store: Path, sql: str, params: Params | None, timeout_s: float) ->
     import duckdb
 
     if not store.is_file():
-        raise StoreError(f"no store at {store}; start one with 'rlinsight train CONFIG', or name it with --store")
+        raise missing(store)
     config: dict[str, Any] = {
         "enable_external_access": "false",
         "autoload_known_extensions": "false",
@@ -155,7 +182,7 @@ def _ask_file(store: Path, sql: str, params: Params | None, timeout_s: float) ->
         con = duckdb.connect(str(store), read_only=True, config=config)
     except duckdb.Error as error:
         if is_locked(error):
-            raise _HandOver(str(error).splitlines()[0]) from None
+            raise HandOver(str(error).splitlines()[0]) from None
         raise explain(store, error) from None
     try:
         version = schema.stored_version(con, store)
@@ -171,6 +198,11 @@ def _ask_file(store: Path, sql: str, params: Params | None, timeout_s: float) ->
             raise StoreError(f"{error} ({hint} {schema.VERSION})") from None
     finally:
         con.close()
+
+
+def missing(store: Path) -> StoreError:
+    """Nothing is there yet."""
+    return StoreError(f"no store at {store}; start one with 'rlinsight train CONFIG', or name it with --store")
 
 
 def is_locked(error: Exception) -> bool:

@@ -1,0 +1,116 @@
+"""A DuckDB connection of one's own to a store: ``connect()``, for joins with other data, notebooks and exports.
+
+Owns how a client reaches the store's relations under their plain names, live and at rest. ``store.query`` is the way
+for one statement with limits. Loads duckdb on first use only.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlinsight import schema
+from rlinsight.errors import StoreError
+from rlinsight.store import Endpoint, HandOver, explain, is_locked, missing, read_endpoint, resolve, until_handed_over
+
+if TYPE_CHECKING:
+    import duckdb
+
+RELATIONS = """
+SELECT table_name FROM duckdb_tables() WHERE NOT internal
+UNION ALL SELECT view_name FROM duckdb_views() WHERE NOT internal ORDER BY 1
+"""
+
+
+def connect(store: Path | str | None = None) -> duckdb.DuckDBPyConnection:
+    """An in-memory DuckDB connection in which the store's tables, views and macros have their plain names.
+
+    It reads the store and never writes it; tables of your own, files and other databases can be used beside it. At rest
+    the store is attached read-only as ``store``, and no collector can start until the connection is closed. While a
+    collector runs, each relation is fetched from it, with only the columns a statement uses but all their rows;
+    ``FROM in_store('SELECT ...')`` runs a statement where the store is, and works at rest too. ``store`` defaults to
+    RLINSIGHT_STORE, then runs/rlinsight.duckdb. Raises StoreError: no store there, a damaged or newer file.
+    """
+    path = resolve(store)
+
+    def attempt() -> duckdb.DuckDBPyConnection:
+        endpoint = read_endpoint(path)
+        return _attach_collector(endpoint) if endpoint is not None else _attach_file(path)
+
+    return until_handed_over(path, attempt)
+
+
+def _attach_collector(endpoint: Endpoint) -> duckdb.DuckDBPyConnection:
+    import duckdb
+
+    con = duckdb.connect(config={"autoinstall_known_extensions": "false", "autoload_known_extensions": "false"})
+    for name in ("httpfs", "quack"):  # quack's client part needs httpfs
+        con.execute(f"LOAD '{extension(name)}'")
+    # Not ATTACH: of an attached Quack database, a statement can read one relation only (1.5.5).
+    uri, token = endpoint.sql, endpoint.token
+    try:
+        con.execute(f"CREATE MACRO in_store(q) AS TABLE FROM quack_query('{uri}', q, token = '{token}')")
+        names = con.execute("FROM in_store(?)", [RELATIONS]).fetchall()
+        _create(con, "macros")
+        for (name,) in names:
+            con.execute(f"CREATE VIEW {name} AS FROM quack_query('{uri}', 'FROM {name}', token = '{token}')")
+    except duckdb.Error as error:
+        con.close()
+        raise HandOver(f"collector {endpoint.pid} does not answer ({str(error).splitlines()[0]})") from None
+    return con
+
+
+def _attach_file(path: Path) -> duckdb.DuckDBPyConnection:
+    import duckdb
+
+    if not path.is_file():
+        raise missing(path)
+    con = duckdb.connect()
+    try:
+        con.execute(f"ATTACH '{str(path).replace(chr(39), chr(39) * 2)}' AS store (READ_ONLY)")
+        con.execute("USE store")
+        version = schema.stored_version(con, path)
+        con.execute("USE memory")
+        if version is None:
+            raise StoreError(f"{path} is empty; fill it with 'rlinsight train CONFIG'")
+        con.execute("CREATE MACRO in_store(q) AS TABLE FROM query(q)")
+        _create(con, "macros")
+        ours = {file.name for file in schema.files() if file.kind == "views"} if version == schema.VERSION else set()
+        for (name,) in con.execute(RELATIONS).fetchall():
+            if name not in ours:
+                con.execute(f"CREATE VIEW {name} AS FROM store.{name}")
+        if ours:
+            _create(con, "views")
+    except duckdb.Error as error:
+        con.close()
+        if is_locked(error):
+            raise HandOver(str(error).splitlines()[0]) from None
+        raise explain(path, error) from None
+    except BaseException:
+        con.close()
+        raise
+    return con
+
+
+def _create(con: duckdb.DuckDBPyConnection, kind: str) -> None:
+    """This version's macros or views, as objects of the connection."""
+    for file in schema.files():
+        if file.kind == kind:
+            con.execute(file.sql)
+
+
+def extension(name: str) -> Path:
+    """The signed extension file inside its Python package: no download, the same on every machine.
+
+    Raises StoreError when the package is missing or of another DuckDB version.
+    """
+    import duckdb
+
+    spec = importlib.util.find_spec(f"duckdb_extension_{name}")
+    if spec is None or spec.origin is None:
+        raise StoreError(f"package duckdb-extension-{name} is missing; install it in version {duckdb.__version__}")
+    path = Path(spec.origin).parent / "extensions" / f"v{duckdb.__version__}" / f"{name}.duckdb_extension"
+    if not path.is_file():
+        raise StoreError(f"{path} is missing; install duckdb-extension-{name}=={duckdb.__version__}")
+    return path
