@@ -17,7 +17,8 @@ def main() -> int:
     parser.add_argument(
         "--owner-pid", type=int, action="append", default=[], help="leave when these processes are gone; repeatable"
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to bind; others than loopback need the token")
+    parser.add_argument("--listen", default="127.0.0.1", help="address to bind; others than loopback need the token")
+    parser.add_argument("--token-file", type=Path, help="keeps the token across restarts; made when missing")
     for name in ("http", "grpc", "sql"):
         parser.add_argument(f"--{name}-port", type=int, default=0, help="0 picks a free one")
     args = parser.parse_args()
@@ -26,7 +27,8 @@ def main() -> int:
     try:
         from collectors import process
 
-        process.run(args.store, args.owner_pid, args.host, args.http_port, args.grpc_port, args.sql_port)
+        listen = process.Listen(args.listen, args.http_port, args.grpc_port, args.sql_port, args.token_file)
+        process.run(args.store, args.owner_pid, listen)
     except RlinsightError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -1,7 +1,7 @@
-"""The collector's HTTP side: OTLP in, read-only SQL out, owners and health. A Starlette app; process.py serves it.
+"""The collector over HTTP: OTLP in, read-only SQL out, owners, health, metrics. A Starlette app; process.py serves it.
 
-Status codes: 400 malformed, 401 no token, 413 too large, 415 wrong type, 503 with Retry-After when the queue is full or
-the store cannot be written; everything else is 200, after the commit.
+Status codes: 400 malformed, 401 no token, 408 a body that does not arrive, 413 too large, 415 wrong type, 503 with
+Retry-After when the queue is full or the store cannot be written; everything else is 200, after the commit.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import asyncio
 import hmac
 import io
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import anyio
@@ -21,8 +22,10 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from collectors.intake import PRODUCER_HEADER, SEQ_HEADER, Intake
+from collectors.monitor import CONTENT_TYPE, Monitor
 from collectors.owners import Owners
 from collectors.payload import JSON, MAX_BODY_BYTES, PROTOBUF, SIGNALS, PayloadError, Signal, decompress
 from collectors.writer import BatchRefused, Overloaded, StoreFailed
@@ -33,19 +36,23 @@ ARROW = "application/vnd.apache.arrow.stream"
 RETRY_AFTER_S = 1
 MAX_SQL_TIMEOUT_S = 600.0
 MAX_QUERIES = 4  # at once; the rest wait
+GONE_POLL_S = 0.1
 MAX_DECODES = 4  # at once; Python decodes one at a time anyway
+MAX_ARRIVING_BYTES = 256 * 1024**2  # of bodies on their way in or waiting to be decoded; beyond it senders wait
+BODY_TIMEOUT_S = 30.0  # for a body to arrive: a sender that stalls gives its share of the above back
 
 
 def app(
     intake: Intake,
     owners: Owners,
-    health: Callable[[], dict[str, Any]],
+    monitor: Monitor,
     cursor: Callable[[], duckdb.DuckDBPyConnection],
     token: str,
     open_to_loopback: bool,
-) -> Starlette:
+) -> ASGIApp:
     """The app. ``cursor`` opens a connection for one query; ``open_to_loopback`` lets OTLP in without the token."""
     decoding, querying = anyio.CapacityLimiter(MAX_DECODES), anyio.CapacityLimiter(MAX_QUERIES)
+    arriving = _Arriving()
 
     def receive(signal: Signal) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
@@ -55,11 +62,13 @@ def app(
             content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
             if content_type not in (PROTOBUF, JSON):
                 raise PayloadError(415, f"content-type {content_type!r} is not supported; send {PROTOBUF} or {JSON}")
-            raw, encoding = await _body(request), request.headers.get("content-encoding", "").strip().lower()
+            encoding = request.headers.get("content-encoding", "").strip().lower()
             identity = request.headers.get(PRODUCER_HEADER), request.headers.get(SEQ_HEADER)
-            accepted = await anyio.to_thread.run_sync(
-                lambda: intake.take(signal, decompress(raw, encoding), content_type, *identity), limiter=decoding
-            )
+            with arriving.body() as body:
+                raw = await body.read(request)
+                accepted = await anyio.to_thread.run_sync(
+                    lambda: intake.take(signal, decompress(raw, encoding), content_type, *identity), limiter=decoding
+                )
             await asyncio.wrap_future(accepted.done)
             message = accepted.response()
             if content_type == JSON:
@@ -79,7 +88,14 @@ def app(
         if params is not None and not isinstance(params, list | dict):
             raise PayloadError(400, f"params {params!r} are no list or object")
         limit_s = min(timeout_s, MAX_SQL_TIMEOUT_S)
-        answer = await anyio.to_thread.run_sync(lambda: _query(cursor, text, params, limit_s), limiter=querying)
+        async with querying:
+            with monitor.querying():
+                con = await anyio.to_thread.run_sync(cursor)
+                watch = asyncio.create_task(_interrupt_when_gone(request, con))
+                try:
+                    answer = await anyio.to_thread.run_sync(lambda: _query(con, text, params, limit_s))
+                finally:
+                    watch.cancel()
         return Response(answer, media_type=ARROW)
 
     async def own(request: Request) -> Response:
@@ -94,19 +110,110 @@ def app(
         return JSONResponse({"owners": owners.pids()})
 
     async def healthz(request: Request) -> Response:
-        return JSONResponse(health())
+        known = open_to_loopback or _is_authorized(request, token)
+        return JSONResponse(monitor.health() if known else {"status": monitor.health()["status"]})
+
+    async def readyz(request: Request) -> Response:
+        reason = monitor.unready()
+        return JSONResponse({"status": "ready"}) if reason is None else _fail(503, reason, _RETRY)
+
+    async def metrics(request: Request) -> Response:
+        if not open_to_loopback:
+            _authorize(request, token)
+        return Response(monitor.exposition(), media_type=CONTENT_TYPE)
+
+    async def on_unavailable(request: Request, error: Exception) -> Response:
+        if isinstance(error, StoreFailed):
+            monitor.write_failed()
+        return _fail(503, str(error), _RETRY)
 
     routes = [
         *(Route(f"/v1/{signal}", receive(signal), methods=["POST"]) for signal in SIGNALS),
         Route("/v1/sql", sql, methods=["POST"]),
         Route("/v1/owners", own, methods=["POST", "DELETE"]),
         Route("/healthz", healthz, methods=["GET"]),
+        Route("/readyz", readyz, methods=["GET"]),
+        Route("/metrics", metrics, methods=["GET"]),
     ]
-    return Starlette(routes=routes, exception_handlers=_HANDLERS)
+    handlers: dict[Any, Any] = {
+        PayloadError: _on_payload_error,
+        BatchRefused: _on_payload_error,
+        StoreError: _on_payload_error,
+        Overloaded: on_unavailable,
+        StoreFailed: on_unavailable,
+    }
+    return _Counted(Starlette(routes=routes, exception_handlers=handlers), monitor, {route.path for route in routes})
 
 
-def _query(cursor: Callable[[], duckdb.DuckDBPyConnection], sql: str, params: Any, timeout_s: float) -> bytes:
-    con = cursor()
+class _Counted:
+    """ASGI middleware: counts every answer."""
+
+    def __init__(self, inner: ASGIApp, monitor: Monitor, paths: set[str]) -> None:
+        self._inner, self._monitor, self._paths = inner, monitor, paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                path = scope["path"]
+                endpoint = path.rpartition("/")[2] if path in self._paths else "other"
+                self._monitor.answered("http", endpoint, str(message["status"]))
+            await send(message)
+
+        await self._inner(scope, receive, counted)
+
+
+class _Arriving:
+    """The bytes of all bodies on their way in. Lives in the event loop, so it needs no lock."""
+
+    def __init__(self) -> None:
+        self.size = 0
+
+    @contextmanager
+    def body(self) -> Iterator[_Body]:
+        """Room for one body until the end of the block."""
+        body = _Body(self)
+        try:
+            yield body
+        finally:
+            self.size -= body.size
+
+
+class _Body:
+    def __init__(self, arriving: _Arriving) -> None:
+        self._arriving = arriving
+        self.size = 0
+
+    async def read(self, request: Request) -> bytes:
+        """The raw body. Raises PayloadError 408 or 413, and Overloaded when too much is arriving at once."""
+        length = request.headers.get("content-length", "0")
+        too_large = PayloadError(413, f"body is over {MAX_BODY_BYTES} bytes; send smaller batches")
+        if length.isdigit() and int(length) > MAX_BODY_BYTES:
+            raise too_large
+        chunks = []
+        with anyio.move_on_after(BODY_TIMEOUT_S) as waiting:
+            async for chunk in request.stream():
+                self.size += len(chunk)
+                self._arriving.size += len(chunk)
+                if self.size > MAX_BODY_BYTES:
+                    raise too_large
+                if self._arriving.size > MAX_ARRIVING_BYTES:
+                    raise Overloaded(f"{self._arriving.size >> 20} MiB of other requests are being received")
+                chunks.append(chunk)
+        if waiting.cancelled_caught:
+            raise PayloadError(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s")
+        return b"".join(chunks)
+
+
+async def _interrupt_when_gone(request: Request, con: duckdb.DuckDBPyConnection) -> None:
+    """End the statement of a client that hung up. Repeated: an interrupt between two statements has no effect."""
+    while True:
+        await asyncio.sleep(GONE_POLL_S)
+        if await request.is_disconnected():
+            with suppress(duckdb.Error):  # it ended by itself
+                con.interrupt()
+
+
+def _query(con: duckdb.DuckDBPyConnection, sql: str, params: Any, timeout_s: float) -> bytes:
     try:
         table = store.run(con, sql, params, timeout_s)
     finally:
@@ -117,33 +224,24 @@ def _query(cursor: Callable[[], duckdb.DuckDBPyConnection], sql: str, params: An
     return sink.getvalue()
 
 
-def _authorize(request: Request, token: str) -> None:
+def _is_authorized(request: Request, token: str) -> bool:
     given = request.headers.get("authorization", "").encode()
-    if not hmac.compare_digest(given, f"Bearer {token}".encode()):
+    return hmac.compare_digest(given, f"Bearer {token}".encode())
+
+
+def _authorize(request: Request, token: str) -> None:
+    if not _is_authorized(request, token):
         raise PayloadError(401, "send the token of the endpoint file: Authorization: Bearer <token>")
-
-
-async def _body(request: Request) -> bytes:
-    """The raw body, never more than the limit in memory."""
-    length = request.headers.get("content-length", "0")
-    too_large = PayloadError(413, f"body is over {MAX_BODY_BYTES} bytes; send smaller batches")
-    if length.isdigit() and int(length) > MAX_BODY_BYTES:
-        raise too_large
-    chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > MAX_BODY_BYTES:
-            raise too_large
-        chunks.append(chunk)
-    return b"".join(chunks)
 
 
 async def _json(request: Request) -> dict[str, Any]:
     """A JSON object. The type is required: a web page of another origin cannot send it without asking first."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON:
         raise PayloadError(415, f"send {JSON}")
+    with _Arriving().body() as body:
+        raw = await body.read(request)
     try:
-        tree = json.loads(await _body(request))
+        tree = json.loads(raw)
     except (ValueError, RecursionError):
         tree = None
     if not isinstance(tree, dict):
@@ -160,14 +258,4 @@ async def _on_payload_error(request: Request, error: Exception) -> Response:
     return _fail(error.status if isinstance(error, PayloadError) else 400, str(error))
 
 
-async def _on_unavailable(request: Request, error: Exception) -> Response:
-    return _fail(503, str(error), {"Retry-After": str(RETRY_AFTER_S)})
-
-
-_HANDLERS: dict[Any, Any] = {
-    PayloadError: _on_payload_error,
-    BatchRefused: _on_payload_error,
-    StoreError: _on_payload_error,
-    Overloaded: _on_unavailable,
-    StoreFailed: _on_unavailable,
-}
+_RETRY = {"Retry-After": str(RETRY_AFTER_S)}

@@ -1,7 +1,8 @@
-"""Starting a collector process from another process. Loads no duckdb: the child does."""
+"""Starting a collector process from another process, and its log file. Loads no duckdb: the child does."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,12 @@ from rlinsight.errors import CollectorError
 from rlinsight.store import Endpoint, read_endpoint
 
 START_TIMEOUT_S = 30.0
+MAX_LOG_BYTES = 1024**2  # a healthy collector writes three lines; a full disk makes it one per batch
+
+
+def log_path(store: Path) -> Path:
+    """Where collectors started by ``start_process`` write their stderr."""
+    return store.with_name(f"{store.name}.collector.log")
 
 
 def start_process(store: Path, owner_pid: int) -> Endpoint:
@@ -23,10 +30,17 @@ def start_process(store: Path, owner_pid: int) -> Endpoint:
     """
     # -P: a queue.py in the working directory is not the standard library's.
     command = [sys.executable, "-P", "-m", "collectors", "--store", str(store), "--owner-pid", str(owner_pid)]
-    with tempfile.TemporaryFile() as log:
+    environment = {key: value for key, value in os.environ.items() if key != "NOTIFY_SOCKET"}  # that is the owner's
+    with _open_log(store) as log:
+        began = log.tell()
         # Its own session: a Ctrl-C in the owner's terminal must not end it before the last batches are delivered.
         child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+            start_new_session=True,
+            env=environment,
         )
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
@@ -35,16 +49,47 @@ def start_process(store: Path, owner_pid: int) -> Endpoint:
                 threading.Thread(target=child.wait, daemon=True).start()  # leaves no zombie behind
                 return endpoint
             if child.poll() is not None:
-                raise CollectorError(_last_line(log) or f"the collector ended with exit code {child.returncode}")
+                raise CollectorError(_last_line(log, began) or f"the collector ended with exit code {child.returncode}")
             time.sleep(0.02)
         child.kill()
         child.wait()
         raise CollectorError(
-            f"the collector did not start within {START_TIMEOUT_S:g} s: {_last_line(log) or 'no output'}"
+            f"the collector did not start within {START_TIMEOUT_S:g} s: {_last_line(log, began) or 'no output'}"
         )
 
 
-def _last_line(log: IO[bytes]) -> str:
-    log.seek(0)
+def cap_log(store: Path) -> None:
+    """Keep the newest half when the log is over its size. Never raises."""
+    try:
+        with log_path(store).open("r+b") as log:
+            size = log.seek(0, os.SEEK_END)
+            if size <= MAX_LOG_BYTES:
+                return
+            log.seek(size - MAX_LOG_BYTES // 2)
+            log.readline()  # the rest of a line
+            kept = log.read()
+            # In place: the collector goes on appending to this very file.
+            log.truncate(0)
+            log.seek(0)
+            log.write(kept)
+    except OSError:
+        return
+
+
+def _open_log(store: Path) -> IO[bytes]:
+    """The log, at its end. A folder that cannot be made or written costs the log only: the child says what is wrong."""
+    cap_log(store)
+    path = log_path(store)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        log = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "r+b")
+    except OSError:
+        return tempfile.TemporaryFile()
+    log.seek(0, os.SEEK_END)
+    return log
+
+
+def _last_line(log: IO[bytes], began: int) -> str:
+    log.seek(began)
     lines = log.read().decode("utf-8", "replace").strip().splitlines()
     return lines[-1].removeprefix("error: ") if lines else ""

@@ -18,6 +18,7 @@ class Job:
     collector: str | None  # base URL of the collector's OTLP/HTTP endpoint; None records to the spool only
     resume: Path | None = None  # checkpoint directory to start from
     token: str | None = field(default=None, repr=False)  # the collector's; it asks for it beyond loopback
+    store: Path | None = None  # absolute; tells where the collector is when another one has taken over
 
 
 @dataclass(frozen=True, slots=True)

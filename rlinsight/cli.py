@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from rlinsight import DEFAULT_STORE
 from rlinsight.errors import ConfigError, RlinsightError
 
 if TYPE_CHECKING:
     from rlinsight.config import Config
-
-DEFAULT_STORE = Path("runs/rlinsight.duckdb")
 
 app = typer.Typer(
     name="rlinsight",
@@ -179,7 +178,15 @@ def runs(
 @app.command()
 def collect(
     store: Store = DEFAULT_STORE,
-    host: Annotated[str, typer.Option(help="Address to listen on; beyond loopback a token is required.")] = "127.0.0.1",
+    listen: Annotated[
+        str, typer.Option(metavar="HOST", help="Address to listen on; beyond loopback senders need the token.")
+    ] = "127.0.0.1",
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Keeps the token across restarts; made, for you alone, when missing.", show_default=False
+        ),
+    ] = None,
     http_port: Annotated[int, typer.Option(min=0, max=65535, help="OTLP over HTTP; 0 picks a free port.")] = 4318,
     grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="OTLP over gRPC; 0 picks a free port.")] = 4317,
     sql_port: Annotated[int, typer.Option(min=0, max=65535, help="Live SQL; 0 picks a free port.")] = 0,
@@ -191,12 +198,15 @@ def collect(
     \b
     rlinsight collect
     rlinsight collect --store /data/team.duckdb --http-port 0 --grpc-port 0
+    rlinsight collect --store /data/team.duckdb --listen 0.0.0.0 --token-file /data/team.token
     """
     # It owns itself, so that a training run that joins it does not take it along when it leaves.
     owner = ["--owner-pid", str(os.getpid())]
     ports = ["--http-port", str(http_port), "--grpc-port", str(grpc_port), "--sql-port", str(sql_port)]
+    token = ["--token-file", str(token_file)] if token_file else []
     # -P: a queue.py in the working directory is not the standard library's.
-    _replace_process([sys.executable, "-P", "-m", "collectors", "--store", str(store), "--host", host, *owner, *ports])
+    command = [sys.executable, "-P", "-m", "collectors", "--store", str(store), "--listen", listen]
+    _replace_process([*command, *token, *owner, *ports])
 
 
 @app.command()

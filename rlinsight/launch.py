@@ -10,18 +10,21 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import shlex
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
-from collectors.server import start_process
+from collectors.server import cap_log, log_path, start_process
 from core_trainer.job import Job, Reporter, RunSummary
 from rlinsight import host, names, preflight, run_dir, spool, store, telemetry
 from rlinsight.config import Config
@@ -39,6 +42,9 @@ LEFTOVERS_TIMEOUT_S = 10.0
 INGEST_TIMEOUT_S = 24 * 3600.0  # a spool of an offline cluster may be large; progress is kept if it is interrupted
 # The collector drains within its grace of two seconds; waiting for it means no process outlives the command.
 COLLECTOR_EXIT_TIMEOUT_S = 10.0
+WATCH_S = (1.0, 30.0)  # between looks at the collector; doubles with each start of another one, to the second
+
+_log = logging.getLogger(__name__)
 
 
 def train(
@@ -66,7 +72,14 @@ def train(
         run = run or run_dir.create(config)
         attempt = run.begin_attempt(config)
         job = Job(
-            run.run_id, attempt.attempt, run.path, run.spool, endpoint.http, run.newest_checkpoint(), endpoint.token
+            run_id=run.run_id,
+            attempt=attempt.attempt,
+            run_dir=run.path,
+            spool_dir=run.spool,
+            collector=endpoint.http,
+            resume=run.newest_checkpoint(),
+            token=endpoint.token,
+            store=config.telemetry.store.absolute(),
         )
         progress = Progress(console, run.run_id, config.trainer.total_steps)
         with progress, _recorded(config, job) as end:
@@ -141,15 +154,40 @@ def _trainer() -> Controller:
 def collector(path: Path) -> Iterator[store.Endpoint]:
     """The collector of a store, kept alive for the length of the block: the one that runs, or a new one.
 
-    Raises CollectorError when none can be started.
+    When it dies another takes over, at an address of its own: senders find it by ``store.locate``. Raises
+    CollectorError when none can be started at first.
     """
     endpoint = _found_or_started(path)
+    ended = threading.Event()
+    watch = threading.Thread(target=_watch, args=(path, endpoint.pid, ended), name="collector-watch", daemon=True)
+    watch.start()
     try:
         yield endpoint
     finally:
+        ended.set()
+        watch.join()
         current = store.read_endpoint(path)  # not the first one when that died under way
         if current is not None and _own(current, "DELETE") == []:
             _wait_for_exit(current.pid)
+
+
+def _watch(path: Path, pid: int, ended: threading.Event) -> None:
+    """Replace the collector whenever it is gone. One that dies again and again is started ever less often."""
+    pause, longest = WATCH_S
+    while not ended.wait(pause):
+        cap_log(path)
+        endpoint = store.read_endpoint(path)
+        if endpoint is not None and endpoint.pid == pid:
+            pause = max(pause / 2, WATCH_S[0])
+            continue
+        pause = min(pause * 2, longest)
+        try:
+            endpoint = _found_or_started(path)
+        except (CollectorError, StoreError) as error:
+            _log.warning("collector %d is gone and no other can start (%s); telemetry waits on disk", pid, error)
+        else:
+            _log.warning("collector %d is gone, %d took over; its log: %s", pid, endpoint.pid, log_path(path))
+            pid = endpoint.pid
 
 
 def _found_or_started(path: Path) -> store.Endpoint:
@@ -239,10 +277,13 @@ def _recorded(config: Config, job: Job) -> Iterator[_End]:
         attempt=job.attempt,
         endpoint=job.collector,
         token=job.token,
+        locate=partial(store.locate, config.telemetry.store.absolute()),
         lane="controller",
         text=config.telemetry.text,
         token_arrays=config.telemetry.token_arrays,
         spool_bytes=config.telemetry.spool_bytes,
+        metrics_interval_s=config.telemetry.metrics_interval_s,
+        system=config.telemetry.system_metrics,
         resource={names.ALGORITHM: config.algorithm.name, names.MODEL: config.model.source},
     )
     end = _End()
@@ -264,10 +305,13 @@ def _deliver(path: Path, spool_dir: Path) -> bool:
 
     True when nothing is left on disk. Never fails a run that has trained.
     """
-    endpoint = store.read_endpoint(path)
+    endpoint = None
+    with suppress(RlinsightError):
+        endpoint = store.read_endpoint(path) or _found_or_started(path)
     telemetry.shutdown(DELIVERY_TIMEOUT_S if endpoint else 0.0)
+    if endpoint is None:
+        return False
     try:
-        endpoint = endpoint or _found_or_started(path)
         return spool.deliver_leftovers(spool_dir, endpoint.http, endpoint.token, LEFTOVERS_TIMEOUT_S).remaining == 0
     except RlinsightError:
         return False

@@ -14,6 +14,7 @@ import os
 import random
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -38,6 +39,9 @@ BACKOFF_S = (0.1, 5.0)  # first and longest wait between attempts; each is jitte
 REFUSED = frozenset({400, 413, 415, 422})  # the batch itself is at fault: trying again cannot help
 MAX_SERVER_ERRORS = 10  # answers 500 to one batch before it counts as poison, so that it does not block the rest
 DEATH_SEQ = 2**62  # of the report about a killed producer: one per producer, above any it reached itself
+
+# Where the collector is now, base URL and token; None when that is unknown. Asked only after an attempt has failed.
+Locate = Callable[[], tuple[str, str | None] | None]
 
 _log = logging.getLogger(__name__)
 
@@ -64,16 +68,17 @@ class _Reply:
 
 
 class Sender:
-    """Posts the batches of one folder over one kept-alive connection."""
+    """Posts the batches of one folder over one kept-alive connection, to wherever the collector is."""
 
-    def __init__(self, segments: Segments, endpoint: str, token: str | None, counts: Counts) -> None:
+    def __init__(
+        self, segments: Segments, endpoint: str, token: str | None, counts: Counts, locate: Locate | None = None
+    ) -> None:
         self.batches = 0  # settled: stored or refused
         self._segments = segments
         self._counts = counts
-        self._connection = _connect(endpoint)
-        self._endpoint = endpoint
-        self._base = urlsplit(endpoint).path.rstrip("/")
-        self._authorization = {"Authorization": f"Bearer {token}"} if token else {}
+        self._locate = locate
+        self._address = endpoint, token
+        self._aim(endpoint, token)
         self._random = random.Random()  # its own: training seeds and reads the global generator
         self._unreachable = False
 
@@ -92,10 +97,12 @@ class Sender:
             reply = self.post(batch, min(POST_TIMEOUT_S, max(deadline - time.monotonic(), 0.1)))
             if stop.is_set():
                 return  # the folder may be another's by now; if it was stored, the collector knows it again
+            if reply.verdict in ("unavailable", "denied") and self._has_moved():
+                continue
             if reply.verdict == "denied" and until_empty:
                 raise CollectorError(
-                    f"the collector at {self._endpoint} wants its token ({reply.detail}); it is in the .endpoint file "
-                    "beside the store, readable by who started it"
+                    f"the collector at {self._address[0]} wants its token ({reply.detail}); it is in the .endpoint "
+                    "file beside the store, readable by who started it"
                 )
             server_errors += reply.verdict == "failed"
             self._note_reachability(reply)
@@ -110,6 +117,21 @@ class Sender:
     def close(self) -> None:
         """Close the connection."""
         self._connection.close()
+
+    def _aim(self, endpoint: str, token: str | None) -> None:
+        self._connection = _connect(endpoint)
+        self._base = urlsplit(endpoint).path.rstrip("/")
+        self._authorization = {"Authorization": f"Bearer {token}"} if token else {}
+
+    def _has_moved(self) -> bool:
+        """Whether the collector is another one now, with a port and token of its own; from here on it is that one."""
+        found = self._locate() if self._locate else None
+        if found is None or found == self._address:
+            return False
+        self._connection.close()
+        self._address = found
+        self._aim(*found)
+        return True
 
     def _settle(self, batch: Batch, reply: _Reply) -> None:
         """The batch is done with."""

@@ -264,7 +264,7 @@ def test_a_collector_others_can_reach_gets_its_token(tmp_path: Path) -> None:
     start(tmp_path / "spool", None)
     emit(0, 3)
     telemetry.shutdown(5)
-    with live.collector(path, "--host", "0.0.0.0") as running:
+    with live.collector(path, "--listen", "0.0.0.0") as running:
         endpoint, token = running.endpoint.http, running.endpoint.token
         start(tmp_path / "spool", endpoint, token=token)
         emit(3, 5)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from core_trainer.job import Job
-from rlinsight import names, telemetry
+from rlinsight import names, store, telemetry
 from rlinsight.config import TelemetrySection
 
 
@@ -37,11 +38,14 @@ class Worker:
             attempt=job.attempt,
             endpoint=job.collector,
             token=job.token,
+            locate=partial(store.locate, job.store) if job.store else None,
             rank=place.rank,
             world_size=place.world_size,
             text=section.text,
             token_arrays=section.token_arrays,
             spool_bytes=section.spool_bytes,
+            metrics_interval_s=section.metrics_interval_s,
+            system=section.system_metrics,
             resource=resource,
         )
 

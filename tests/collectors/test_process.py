@@ -239,11 +239,11 @@ def _quack(endpoint):
     """A DuckDB client, and a function that has the collector run a statement through it."""
     import duckdb
 
-    from collectors.database import _extension
+    from rlinsight.attach import extension
 
     con = duckdb.connect()
     for name in ("httpfs", "quack"):
-        con.execute(f"LOAD '{_extension(name)}'")
+        con.execute(f"LOAD '{extension(name)}'")
 
     def remote(sql: str):
         return con.execute("SELECT * FROM quack_query(?, ?, token = ?)", [endpoint.sql, sql, endpoint.token]).fetchall()
@@ -454,7 +454,7 @@ def test_modules_in_the_working_directory_do_not_shadow_the_collectors(tmp_path,
 
 def test_beyond_loopback_everything_needs_the_token(tmp_path):
     """Bound to all addresses, OTLP over HTTP and gRPC is refused without the token and accepted with it."""
-    with collector(tmp_path / "s.duckdb", "--host", "0.0.0.0") as running:
+    with collector(tmp_path / "s.duckdb", "--listen", "0.0.0.0") as running:
         running.http.base_url = running.endpoint.http.replace("0.0.0.0", "127.0.0.1")
         body = _trace("far")
         assert running.http.post("/v1/traces", content=body, headers=PROTOBUF).status_code == 401
