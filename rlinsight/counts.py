@@ -20,7 +20,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 class Counts(ctypes.Structure):
     """Items since setup, cumulative. Each field has one writer: emit calls, under the queue's
-    lock; the writer thread; or the sender thread."""
+    lock; the writer thread; the sender thread; or the one that collects metrics."""
 
     _fields_ = (
         ("emitted", ctypes.c_int64),
@@ -34,6 +34,8 @@ class Counts(ctypes.Structure):
         ("sent", ctypes.c_int64),  # from here: sender thread
         ("rejected", ctypes.c_int64),
         ("retried", ctypes.c_int64),
+        ("labels_dropped", ctypes.c_int64),  # emit calls again
+        ("overflowing", ctypes.c_int64),  # the thread that collects metrics
     )
 
     @classmethod
@@ -70,6 +72,8 @@ class Counts(ctypes.Structure):
             names.DROPPED_DISK: self.dropped_disk,
             names.DROPPED_FAULT: self.dropped_fault,
             names.OVERHEAD_NS: self.overhead_ns,
+            names.LABELS_DROPPED: self.labels_dropped,
+            names.METRICS_OVERFLOWING: self.overflowing,
         }
 
 

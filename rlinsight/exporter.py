@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from rlinsight import counts, names
 from rlinsight.counts import Counts
-from rlinsight.otlp import Encoder, Item, Signal, name_of, size
+from rlinsight.otlp import SIGNALS, Encoder, Item, Signal, name_of, size
 from rlinsight.segments import Batch, Segments
-from rlinsight.spool import Sender
+from rlinsight.spool import Locate, Sender
 
 BATCH_ITEMS = 512
 BATCH_BYTES = 4 * 1024**2  # a quarter of what the collector accepts in one request
@@ -48,12 +48,13 @@ class Exporter:
         segments: Segments | None,
         endpoint: str | None,
         token: str | None = None,
+        locate: Locate | None = None,
     ) -> None:
         self.counts = Counts.create(producer) if segments is not None else Counts()
         self._producer = producer
         self._encoder = encoder
         self._segments = segments
-        self._sender = Sender(segments, endpoint, token, self.counts) if segments and endpoint else None
+        self._sender = Sender(segments, endpoint, token, self.counts, locate) if segments and endpoint else None
         # Reentrant: a signal handler may emit while its thread is inside an emit call.
         self._lock = threading.RLock()
         self._items: list[_Queued] = []
@@ -68,7 +69,7 @@ class Exporter:
         self._courier.start()
 
     def put(self, signal: Signal, item: Item) -> None:
-        """Queue a span or a log record; dropped and counted when the queue is full."""
+        """Queue a span, a log record or a metric point; dropped and counted when the queue is full."""
         queued = _Queued(signal, item, size(item))
         with self._lock:
             if self._sealed:
@@ -87,6 +88,11 @@ class Exporter:
         """Add to the measured time inside emit calls."""
         with self._lock:
             self.counts.overhead_ns += nanoseconds
+
+    def label_dropped(self) -> None:
+        """Count an attribute of a measurement that is no label."""
+        with self._lock:
+            self.counts.labels_dropped += 1
 
     def fault(self, name: str, *, emitted: int = 1) -> None:
         """Count an item that could not be built; the first one is logged with its traceback.
@@ -173,7 +179,7 @@ class Exporter:
             return
         known = self.counts.dropped_limit
         try:
-            encoded = [*self._encode(items, "traces"), *self._encode(items, "logs")]
+            encoded = [batch for signal in SIGNALS for batch in self._encode(items, signal)]
             lost = self._segments.write(encoded)
         except Exception:  # out of memory, most likely; this thread must live on
             _log.warning("%d telemetry items lost", len(items), exc_info=True)

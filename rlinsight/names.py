@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-Kind = Literal["resource", "span", "event", "attribute", "metric"]
+Kind = Literal["resource", "span", "event", "attribute", "metric", "instrument"]
 Agg = Literal["mean", "sum", "max", "min", "last", "std"]
 
 REGISTRY: dict[str, Name] = {}
@@ -57,6 +57,10 @@ def _metric(value: str, agg: Agg, doc: str, unit: str = "1") -> Name:
     return Name(value, "metric", doc, unit, agg)
 
 
+def _instrument(value: str, unit: str, doc: str) -> Name:
+    return Name(value, "instrument", doc, unit)
+
+
 # Resource: who emits -------------------------------------------------------------------------------------------------
 SERVICE_NAME = _resource("service.name", "rlinsight.<role>: controller, policy, reference, reward, collector")
 SERVICE_INSTANCE_ID = _resource("service.instance.id", "one per process start")
@@ -68,6 +72,8 @@ MODEL = _resource("rl.model.name", "model source as configured")
 WORKER_GROUP = _resource("rl.worker_group", "worker group the process belongs to")
 RANK = _resource("rl.rank", "data-parallel rank inside the worker group")
 WORLD_SIZE = _resource("rl.world_size", "size of the worker group")
+HOST_NAME = _resource("host.name", "machine the process runs on")
+PROCESS_ID = _resource("process.pid", "its process id there")
 
 # Spans: the step and its phases (emitted by the controller) ----------------------------------------------------------
 SETUP = _span("rl.setup", "everything before the first step: models, data, workers")
@@ -95,17 +101,24 @@ WEIGHT_SYNC = _span("rl.weight_sync", "one engine receives one weight version")
 # Spans: one trace per rollout, linked to the step that dispatched it -------------------------------------------------
 ROLLOUT = _span("rl.rollout", "one sampled trajectory; root of the rollout's trace")
 TURN = _span("chat", "one generate request of a rollout (GenAI span name: chat {model})")
+ENGINE_REQUEST = _span("rl.engine.request", "one request as the rollout engine served it; a child of the turn's span")
+VLLM_REQUEST = _span("llm_request", "the same from vLLM's own tracing")
+TOOL = _span("execute_tool", "one tool call of a rollout (GenAI span name: execute_tool {tool})")
 
 # Events (OTLP log records) -------------------------------------------------------------------------------------------
 RUN_START = _event("rlinsight.run.start", "an attempt of a run begins: configuration, code version, host")
 RUN_END = _event("rlinsight.run.end", "an attempt of a run ends: status, exit code, reason")
 SPAN_START = _event("rlinsight.span.start", "a step-level span has begun, so a hang is visible before the span ends")
 GROUP = _event("rlinsight.group", "a prompt was dispatched: its text, answer and group size")
+GROUP_DROPPED = _event("rlinsight.group.dropped", "a group was sampled but is not learned from, and why")
 TURN_CONTENT = _event("rlinsight.turn.content", "texts and per-token arrays of one turn, as the engine produced them")
 REWARD_COMPONENT = _event("gen_ai.evaluation.result", "one reward component of one rollout")
 ROLLOUT_SCORED = _event("rlinsight.rollout.scored", "the reward a rollout is learned from")
 ROLLOUT_TRAINED = _event("rl.rollout.trained", "a turn was consumed by an update: advantage and per-token arrays")
 STEP_METRIC = _event("rlinsight.step.metric", "one scalar of one step, with its reduction stated")
+ENGINE_SAMPLE = _event("rlinsight.engine.sample", "what a rollout engine was doing at one moment")
+EVAL = _event("rlinsight.eval", "one metric of one validation")
+ALERT = _event("rlinsight.alert", "something looks wrong: which rule, and the query that shows it")
 PRODUCER_HEALTH = _event("rlinsight.producer.health", "what a producer emitted, sent and dropped, cumulative")
 
 # Attributes: identity ------------------------------------------------------------------------------------------------
@@ -121,6 +134,11 @@ SAMPLE_INDEX = _attr("rlinsight.sample.index", "index of the rollout inside its 
 TURN_INDEX = _attr("rlinsight.turn.index", "turn of the rollout, from 0")
 REQUEST_ID = _attr("rlinsight.request.id", "engine request")
 DATA_SOURCE = _attr("rlinsight.data_source", "dataset or task the prompt came from")
+SPLIT = _attr(
+    "rlinsight.split", "what a rollout is for: train, or eval when no update may learn from it; absent is train"
+)
+ENV = _attr("rlinsight.env", "environment the rollout acted in")
+ERROR_TYPE = _attr("error.type", "class of what went wrong; absent when nothing did")
 POLICY_VERSION = _attr("rlinsight.policy_version", "optimizer steps applied to the weights in use")
 POLICY_VERSION_MIN = _attr("rlinsight.policy_version.min", "oldest weights that sampled a token of the rollout")
 POLICY_VERSION_MAX = _attr("rlinsight.policy_version.max", "newest weights that sampled a token of the rollout")
@@ -148,6 +166,11 @@ GROUP_SIZE = _attr("rlinsight.group.size", "rollouts per prompt", "{rollout}")
 SKIPPED = _attr("rlinsight.skipped", "why a phase did no work, e.g. provably equal to the update's own forward")
 BYTES = _attr("rl.sync.bytes", "bytes moved to the engine; 0 when the weights are shared", "By")
 REFRESHED_BYTES = _attr("rlinsight.sync.refreshed_bytes", "bytes of prepacked copies refreshed in place", "By")
+PAUSE_MODE = _attr("rlinsight.sync.pause_mode", "what became of requests in flight: keep, abort or wait")
+SYNC_IN_FLIGHT = _attr("rlinsight.sync.in_flight", "requests in flight when the sync began", "{request}")
+SYNC_ABORTED = _attr("rlinsight.sync.aborted", "requests the sync aborted", "{request}")
+CHECKSUM_TRAINED = _attr("rlinsight.sync.checksum.trained", "checksum of the weights that were published")
+CHECKSUM_SERVED = _attr("rlinsight.sync.checksum.served", "checksum of the weights the engine serves after the sync")
 ENGINE = _attr("rlinsight.engine", "rollout engine, e.g. native")
 REPLICA = _attr("rlinsight.replica", "engine replica, e.g. policy/0")
 PATH = _attr("rlinsight.path", "file or directory written")
@@ -165,6 +188,30 @@ INPUT_TOKENS = _attr("gen_ai.usage.input_tokens", "prompt tokens", "{token}")
 OUTPUT_TOKENS = _attr("gen_ai.usage.output_tokens", "sampled tokens", "{token}")
 CACHED_TOKENS = _attr("gen_ai.usage.cache_read.input_tokens", "prompt tokens served from shared KV cache", "{token}")
 CONVERSATION_ID = _attr("gen_ai.conversation.id", "rollout id, for GenAI tools")
+TOOL_NAME = _attr("gen_ai.tool.name", "tool that was called")
+TOOL_CALL_ID = _attr("gen_ai.tool.call.id", "the call's id in the conversation")
+
+# Attributes: engine requests. Durations as the engine measured them: its clock is its own ----------------------------
+QUEUE_S = _attr("gen_ai.latency.time_in_queue", "waiting to be scheduled", "s")
+TTFT_S = _attr("gen_ai.latency.time_to_first_token", "arrival to first token", "s")
+E2E_S = _attr("gen_ai.latency.e2e", "arrival to last token", "s")
+PREFILL_S = _attr("gen_ai.latency.time_in_model_prefill", "prompt forward passes", "s")
+DECODE_S = _attr("gen_ai.latency.time_in_model_decode", "first to last token", "s")
+PREEMPTIONS = _attr("rlinsight.request.preemptions", "times the request lost its KV cache and began anew")
+ABORTED = _attr("rlinsight.request.aborted", "whether it was stopped from outside")
+CORRUPTED = _attr("rlinsight.request.corrupted", "whether its logits were not finite")
+
+# Attributes: engine samples. Counters are cumulative since the engine's start ----------------------------------------
+RUNNING = _attr("rlinsight.engine.running", "requests being decoded", "{request}")
+WAITING_CAPACITY = _attr("rlinsight.engine.waiting.capacity", "requests waiting for room", "{request}")
+WAITING_DEFERRED = _attr("rlinsight.engine.waiting.deferred", "requests waiting for anything else", "{request}")
+KV_USAGE = _attr("rlinsight.engine.kv_usage", "share of KV cache blocks in use")
+PREFIX_QUERIES = _attr("rlinsight.engine.prefix.queries", "prompt tokens looked up in the prefix cache", "{token}")
+PREFIX_HITS = _attr("rlinsight.engine.prefix.hits", "prompt tokens found there", "{token}")
+ENGINE_PROMPT_TOKENS = _attr("rlinsight.engine.prompt_tokens", "prompt tokens processed", "{token}")
+ENGINE_OUTPUT_TOKENS = _attr("rlinsight.engine.generation_tokens", "tokens sampled", "{token}")
+ENGINE_PREEMPTIONS = _attr("rlinsight.engine.preemptions", "requests preempted")
+AWAKE = _attr("rlinsight.engine.awake", "whether the engine holds its weights and cache in device memory")
 
 # Attributes: content. Arrays are bytes, little-endian; the element type is in the doc -------------------------------
 PROMPT_TEXT = _attr("rlinsight.prompt.text", "prompt as text, after the chat template")
@@ -176,6 +223,9 @@ TOKEN_PIECES = _attr(
     "rlinsight.tokens.pieces", "string array [T], text of each sampled token; only when texts are captured in full"
 )
 ROLLOUT_LOG_PROBS = _attr("rlinsight.tokens.rollout_log_probs", "float32 bytes [T], reported by the engine")
+POLICY_VERSIONS = _attr(
+    "rlinsight.tokens.policy_versions", "int32 bytes [T], weights that sampled each token; absent when all are the same"
+)
 LOSS_MASK = _attr("rlinsight.tokens.loss_mask", "uint8 bytes [T], 1 where the token entered the loss")
 OLD_LOG_PROBS_ARRAY = _attr("rlinsight.tokens.old_log_probs", "float32 bytes [T], the PPO anchor")
 LOG_PROBS_ARRAY = _attr("rlinsight.tokens.log_probs", "float32 bytes [T], in the last update pass of the step")
@@ -204,6 +254,16 @@ METRIC_AGG = _attr("rlinsight.metric.agg", "how it was reduced: mean, sum, max, 
 METRIC_UNIT = _attr("rlinsight.metric.unit", "UCUM unit")
 METRIC_WEIGHT = _attr("rlinsight.metric.weight", "what the reduction counted: token, rollout, group, step")
 
+# Attributes: validation and alerts -----------------------------------------------------------------------------------
+EVAL_DATASET = _attr("rlinsight.eval.dataset", "what was validated on")
+EVAL_METRIC = _attr("rlinsight.eval.metric", "e.g. mean@1, pass@8")
+EVAL_VALUE = _attr("rlinsight.eval.value", "its value")
+EVAL_SAMPLES = _attr("rlinsight.eval.num_samples", "rollouts behind it", "{rollout}")
+ALERT_RULE = _attr("rlinsight.alert.rule", "rule that fired")
+ALERT_SEVERITY = _attr("rlinsight.alert.severity", "info, warning or critical")
+ALERT_MESSAGE = _attr("rlinsight.alert.message", "what was seen, in one line")
+ALERT_EVIDENCE = _attr("rlinsight.alert.evidence_sql", "the query that shows it")
+
 # Attributes: producer health -----------------------------------------------------------------------------------------
 PRODUCER = _attr("rlinsight.producer", "producer id: one per process start")
 EMITTED = _attr("rlinsight.producer.emitted", "items handed to the exporter")
@@ -218,6 +278,8 @@ DROPPED_FAULT = _attr("rlinsight.producer.dropped_fault", "items that could not 
 REJECTED = _attr("rlinsight.producer.rejected", "items the collector refused; whole batches stay in a dead-letter file")
 RETRIED = _attr("rlinsight.producer.retried", "batches sent more than once")
 QUEUE_LENGTH = _attr("rlinsight.producer.queue_length", "batches waiting in the spool")
+LABELS_DROPPED = _attr("rlinsight.producer.labels_dropped", "attributes of measurements left out: ids are no labels")
+METRICS_OVERFLOWING = _attr("rlinsight.producer.metrics_overflowing", "metrics with more attribute sets than allowed")
 OVERHEAD_NS = _attr("rlinsight.producer.overhead_ns", "time spent inside emit calls", "ns")
 
 # Step metrics --------------------------------------------------------------------------------------------------------
@@ -260,5 +322,21 @@ M_TOKENS_PER_S = _metric(
 )
 M_SAMPLES_PER_S = _metric("perf/samples_per_s", "last", "rollouts over the step's wall time", "{rollout}/s")
 M_GEN_TOKENS_PER_S = _metric("perf/generation_tokens_per_s", "last", "sampled tokens over generation time", "{token}/s")
+
+# Instruments: what a clock samples (OpenTelemetry semantic conventions) ----------------------------------------------
+PROCESS_CPU = _instrument("process.cpu.utilization", "1", "CPU time over wall time, of the cores the process may use")
+PROCESS_MEMORY = _instrument("process.memory.usage", "By", "resident memory of the process")
+PROCESS_THREADS = _instrument("process.thread.count", "{thread}", "threads of the process")
+PROCESS_FILES = _instrument("process.unix.file_descriptor.count", "{file_descriptor}", "open files of the process")
+SYSTEM_CPU = _instrument("system.cpu.utilization", "1", "share of the machine's CPU time by cpu.mode")
+SYSTEM_MEMORY = _instrument("system.memory.usage", "By", "memory of the machine by system.memory.state")
+SYSTEM_MEMORY_LIMIT = _instrument("system.memory.limit", "By", "memory the machine has")
+SYSTEM_DISK = _instrument("system.disk.io", "By", "bytes its disks read and wrote, by disk.io.direction")
+SYSTEM_NETWORK = _instrument("system.network.io", "By", "bytes its network moved, loopback aside, by network.io.direction")
+GPU_UTILIZATION = _instrument("hw.gpu.utilization", "1", "share of time a kernel ran on the GPU named by hw.id")
+GPU_MEMORY = _instrument("hw.gpu.memory.usage", "By", "memory of the GPU in use")
+GPU_MEMORY_LIMIT = _instrument("hw.gpu.memory.limit", "By", "memory the GPU has")
+GPU_TEMPERATURE = _instrument("hw.temperature", "Cel", "temperature of the GPU")
+GPU_POWER = _instrument("hw.power", "W", "power the GPU draws")
 
 METRICS: dict[str, Name] = {name: value for name, value in REGISTRY.items() if value.kind == "metric"}

@@ -25,7 +25,8 @@ from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import INVALID_SPAN, Link, Status, set_span_in_context
 
-from rlinsight import __version__, names
+from rlinsight import __version__, names, points
+from rlinsight.points import Point
 
 TextMode = Literal["full", "redacted", "off"]
 Signal = Literal["traces", "logs", "metrics"]
@@ -33,25 +34,35 @@ SIGNALS: tuple[Signal, ...] = get_args(Signal)
 Scalar = str | bool | int | float | bytes
 AttributeValue = Scalar | Sequence[str] | Sequence[int] | Sequence[float] | BaseException | None
 Attributes = Mapping[Any, AttributeValue]  # keys are str; Mapping[str, ...] would refuse a dict keyed by names.Name
-Item = ReadableSpan | ReadableLogRecord
+Item = ReadableSpan | ReadableLogRecord | Point
 
 SCOPE = InstrumentationScope("rlinsight", __version__, names.SCHEMA_URL)
 NO_SPAN: Context = set_span_in_context(INVALID_SPAN, Context())  # an empty one would stand for the current context
 
 TEXT_KEYS = frozenset(
     {names.PROMPT_TEXT, names.RESPONSE_TEXT, names.ANSWER, names.COMPONENT_EXPLANATION}
-    # What instrumented libraries put into their own spans and events (GenAI and exception conventions).
+    # What instrumented libraries put into their own spans and events (GenAI, exception and OpenInference conventions).
     | {"gen_ai.prompt", "gen_ai.completion", "gen_ai.input.messages", "gen_ai.output.messages"}
     | {"gen_ai.system_instructions", "gen_ai.tool.call.arguments", "gen_ai.tool.call.result"}
+    | {"gen_ai.retrieval.query.text", "gen_ai.retrieval.documents"}
     | {"exception.message", "exception.stacktrace"}
+    | {"input.value", "output.value", "llm.prompts", "llm.completions", "llm.function_call", "tool.parameters"}
+    | {"llm.prompt_template.template", "llm.prompt_template.variables", "embedding.text", "reranker.query"}
+    | {"message.content", "document.content", "tool_call.function.arguments", "metadata"}
+    | {"traceloop.entity.input", "traceloop.entity.output", "mlflow.spanInputs", "mlflow.spanOutputs"}
 )
-TEXT_PREFIXES = ("gen_ai.prompt.", "gen_ai.completion.")  # older spelling, one attribute per message
+TEXT_PREFIXES = (  # one attribute per message, document or value
+    *("gen_ai.prompt.", "gen_ai.completion."),  # the older spelling
+    *("llm.input_messages", "llm.output_messages", "llm.prompts.", "llm.completions."),
+    *("retrieval.documents", "reranker.input_documents", "reranker.output_documents", "embedding.embeddings"),
+)
 TOKEN_KEYS = frozenset({names.PROMPT_TOKEN_IDS, names.TOKEN_IDS, names.TOKEN_PIECES})  # these decode to the text
 EXCEPTION_NAME = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Warning)(?=:|$)")
 PLAIN_TYPES = frozenset({str, bytes, bool, int, float})
 INT64 = range(-(2**63), 2**63)
 
 SPAN_BYTES = 3000  # what a finished span without attributes takes in this process
+POINT_BYTES = 1000  # a metric point
 RECORD_BYTES = 600  # a log record
 VALUE_BYTES = 100  # an attribute or an array element, apart from its text
 
@@ -61,7 +72,7 @@ class TypeName(str):
 
 
 class Encoder:
-    """Turns spans and log records of any library into requests of one resource.
+    """Turns spans, log records and metric points of any library into requests of one resource.
 
     ``text`` full keeps texts; redacted replaces each by its length and hash; off removes them. Both of the latter also
     remove token ids and pieces, which decode to the text, and cut exceptions to their type. ``token_arrays=False``
@@ -114,10 +125,13 @@ class Encoder:
         return ReadableLogRecord(record, self.resource, SCOPE)
 
     def encode(self, items: Sequence[Item]) -> bytes:
-        """A serialized request holding ``items``, all spans or all log records. Raises if one cannot be encoded."""
+        """A serialized request holding ``items``, all of one signal. Raises if one of them cannot be encoded."""
         spans = [self._span(item) for item in items if isinstance(item, ReadableSpan)]
         if spans:
             return encode_spans(spans).SerializeToString()
+        measured = [item for item in items if isinstance(item, Point)]
+        if measured:
+            return points.encode(measured, self.resource, self._attributes)
         records = [self._record(item) for item in items if isinstance(item, ReadableLogRecord)]
         return encode_logs(records).SerializeToString()
 
@@ -186,7 +200,7 @@ class Encoder:
             return value
         if key == names.REASON and isinstance(value, str):
             return self._exception_type(value)
-        return self._hide(value) if key in TEXT_KEYS or key.startswith(TEXT_PREFIXES) else value
+        return self._hide(value) if is_text(key) else value
 
     def _exception_type(self, reason: str) -> str | None:
         """``Type`` of ``Type: message``; any other text is hidden."""
@@ -203,6 +217,11 @@ class Encoder:
         return f"[redacted len={len(text)} sha256={digest[:12]}]"
 
 
+def is_text(key: str) -> bool:
+    """Whether attributes of this key hold text that the capture modes are about."""
+    return key in TEXT_KEYS or key.startswith(TEXT_PREFIXES)
+
+
 class _Resource(Resource):
     """The exporter's encoder groups items by resource; the SDK's own hash writes it out as JSON, for every item."""
 
@@ -212,6 +231,8 @@ class _Resource(Resource):
 
 def name_of(item: Item) -> str:
     """What a person calls the item."""
+    if isinstance(item, Point):
+        return item.metric.name
     return str(item.name if isinstance(item, ReadableSpan) else item.log_record.event_name)
 
 
@@ -220,6 +241,8 @@ def size(item: Item) -> int:
     if isinstance(item, ReadableSpan):
         events = sum(RECORD_BYTES + _size(event.attributes) for event in item.events)
         return SPAN_BYTES + RECORD_BYTES * len(item.links) + events + _size(item.attributes)
+    if isinstance(item, Point):
+        return POINT_BYTES + _size(item.point.attributes)
     return RECORD_BYTES + _size(item.log_record.attributes) + _size(item.log_record.body)
 
 

@@ -1,7 +1,7 @@
-"""The OpenTelemetry SDK of this process: one tracer provider and one logger provider, global, so any library uses them.
+"""The OpenTelemetry SDK of this process: a tracer, a logger and a meter provider, global, so any library uses them.
 
 What environment variables could turn off or cut short is fixed here. Does not own what becomes of finished spans and
-records; that is for the processors (telemetry.py).
+records (the processors of telemetry.py) nor what is measured (meters.py).
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import random
 import secrets
 from dataclasses import dataclass
 
-from opentelemetry import _logs, trace
+from opentelemetry import _logs, metrics, trace
 from opentelemetry._logs import Logger
 from opentelemetry.sdk._logs import LoggerProvider, LogRecordLimits, LogRecordProcessor
+from opentelemetry.sdk.metrics import MeterProvider, TraceBasedExemplarFilter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanLimits, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.id_generator import IdGenerator
@@ -27,10 +28,11 @@ _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Where our own spans and records come from."""
+    """Where our own spans and records come from, and everybody's measurements."""
 
     tracer: Tracer
     logger: Logger
+    meters: tuple[MeterProvider, ...]  # ours, and the program's own if it has made one global
 
 
 class Ids(IdGenerator):
@@ -67,7 +69,7 @@ def install(spans: SpanProcessor, records: LogRecordProcessor, resource: Resourc
 
     Where the program has made an SDK provider global already, that one feeds the processors too.
     """
-    tracers, loggers = _tracer_provider(resource), _logger_provider(resource)
+    tracers, loggers, meters = _tracer_provider(resource), _logger_provider(resource), _meter_provider(resource)
     tracers.add_span_processor(spans)
     loggers.add_log_record_processor(records)
     others, other_loggers = trace.get_tracer_provider(), _logs.get_logger_provider()
@@ -79,10 +81,25 @@ def install(spans: SpanProcessor, records: LogRecordProcessor, resource: Resourc
         other_loggers.add_log_record_processor(records)
     else:
         _logs.set_logger_provider(loggers)
+    other_meters = metrics.get_meter_provider()
+    if not isinstance(other_meters, MeterProvider):
+        metrics.set_meter_provider(meters)
     return Sources(
         tracers.get_tracer(SCOPE.name, SCOPE.version, SCOPE.schema_url),
         loggers.get_logger(SCOPE.name, SCOPE.version, SCOPE.schema_url),
+        (meters, other_meters) if isinstance(other_meters, MeterProvider) else (meters,),
     )
+
+
+class _MeterProvider(MeterProvider):
+    def shutdown(self, timeout_millis: float = 30_000) -> None:
+        """Nothing: a library that shuts the global provider down does not end our recording."""
+
+
+def _meter_provider(resource: Resource) -> MeterProvider:
+    provider = _MeterProvider(resource=resource, exemplar_filter=TraceBasedExemplarFilter(), shutdown_on_exit=False)
+    provider._disabled = False  # as for the others
+    return provider
 
 
 def _tracer_provider(resource: Resource) -> TracerProvider:

@@ -18,16 +18,18 @@ from opentelemetry.trace import Link, SpanContext
 
 from rlinsight import names
 from rlinsight.exporter import Exporter
+from rlinsight.meters import Meters
 from rlinsight.otlp import SCOPE, Attributes, Encoder
 from rlinsight.providers import Sources
 
 
 class Recorder:
-    """Identity, encoder and exporter of one recording; ``step`` is the process's step when a call is made."""
+    """Identity, encoder, exporter and meters of one recording; ``step`` is the process's step when a call is made."""
 
-    def __init__(self, encoder: Encoder, exporter: Exporter, sources: Sources, lane: str) -> None:
+    def __init__(self, encoder: Encoder, exporter: Exporter, meters: Meters, sources: Sources, lane: str) -> None:
         self.encoder = encoder
         self.exporter = exporter
+        self.meters = meters
         self.tracer = sources.tracer
         self._logger = sources.logger
         self._lane = lane

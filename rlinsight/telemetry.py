@@ -1,11 +1,11 @@
-"""Spans and events of this process, linked across processes by W3C trace context. A no-op until ``setup``.
+"""Spans, events and metrics of this process, linked across processes by W3C trace context. A no-op until ``setup``.
 
 They go through the OpenTelemetry SDK, and so do those of every other library in the process that is instrumented with
 it: all of them nest, carry lane and step, and are redacted and delivered alike.
 
-Does not own the SDK's providers (providers.py), what is recorded (recorder.py), encoding and redaction (otlp.py),
-queueing (exporter.py), or disk and delivery (segments.py, spool.py). Nothing here raises into the caller or waits for
-disk or network, except ``flush`` and ``shutdown``.
+Does not own the SDK's providers (providers.py), what is recorded (recorder.py) and measured (meters.py,
+system_metrics.py), encoding and redaction (otlp.py), queueing (exporter.py), or disk and delivery (segments.py,
+spool.py). Nothing here raises into the caller or waits for disk or network, except ``flush`` and ``shutdown``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import logging
 import os
 import re
 import secrets
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -38,15 +39,18 @@ from opentelemetry.trace import (
 )
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from rlinsight import names, providers
+from rlinsight import names, providers, system_metrics
 from rlinsight.exporter import Exporter
+from rlinsight.meters import Meters
 from rlinsight.otlp import NO_SPAN, Attributes, AttributeValue, Encoder, TextMode
 from rlinsight.recorder import Recorder
 from rlinsight.segments import Segments
+from rlinsight.spool import Locate
 
 Carrier = Mapping[str, str]
 
 EXIT_TIMEOUT_S = 2.0  # at interpreter exit; what is left stays in the spool
+LAST_METRICS_S = 2.0  # a collection at the end; more means that an instrument hangs
 
 _log = logging.getLogger(__name__)
 _w3c = TraceContextTextMapPropagator()
@@ -63,19 +67,24 @@ def setup(
     attempt: int,
     endpoint: str | None,
     token: str | None = None,
+    locate: Locate | None = None,
     rank: int = 0,
     world_size: int = 1,
     lane: str | None = None,
     text: TextMode = "full",
     token_arrays: bool = True,
     spool_bytes: int = 2 * 1024**3,
+    metrics_interval_s: float = 5.0,
+    system: bool = False,
     resource: Mapping[str, str] | None = None,
 ) -> None:
     """Start recording; a second call ends the first recording. Never raises.
 
     ``endpoint`` is the collector's base URL (http://127.0.0.1:PORT); None only spools; ``token`` is what it
-    asks for beyond loopback. An unusable ``spool_dir`` is a
-    warning, and everything emitted is counted as dropped. A forked child is silent until it calls ``setup`` itself.
+    asks for beyond loopback; ``locate`` tells where it is when it stops answering. An unusable ``spool_dir`` is a
+    warning, and everything emitted is counted as dropped. Metrics of every library are collected each
+    ``metrics_interval_s`` seconds; ``system`` adds those of this process and its machine. A forked child is silent
+    until it calls ``setup`` itself.
     """
     global _recorder, _sources
     shutdown(EXIT_TIMEOUT_S)
@@ -89,6 +98,8 @@ def setup(
         names.WORKER_GROUP: role,
         names.RANK: rank,
         names.WORLD_SIZE: world_size,
+        names.HOST_NAME: socket.gethostname(),
+        names.PROCESS_ID: os.getpid(),
         **(resource or {}),
     }
     encoder = Encoder(Resource.create(who, names.SCHEMA_URL), text, token_arrays)
@@ -103,8 +114,11 @@ def setup(
     if _sources is None:
         processor = _Processor()
         _sources = providers.install(processor, processor, encoder.resource)
-    exporter = Exporter(producer, encoder, segments, endpoint, token)
-    _recorder = Recorder(encoder, exporter, _sources, lane or f"{role}/{rank}")
+    exporter = Exporter(producer, encoder, segments, endpoint, token, locate)
+    if system:
+        system_metrics.observe(_sources.meters[0], run_id)
+    meters = Meters(_sources.meters, exporter, metrics_interval_s)
+    _recorder = Recorder(encoder, exporter, meters, _sources, lane or f"{role}/{rank}")
 
 
 def shutdown(timeout_s: float = 10.0) -> bool:
@@ -115,13 +129,22 @@ def shutdown(timeout_s: float = 10.0) -> bool:
     """
     global _recorder
     recorder, _recorder = _recorder, None
-    return recorder is None or recorder.exporter.close(timeout_s)
+    if recorder is None:
+        return True
+    deadline = time.monotonic() + timeout_s
+    recorder.meters.collect(min(timeout_s / 2, LAST_METRICS_S), last=True)
+    system_metrics.stop()
+    return recorder.exporter.close(max(deadline - time.monotonic(), 0))
 
 
 def flush(timeout_s: float) -> bool:
     """Wait until what was emitted is on disk and, with an endpoint, acknowledged; False after ``timeout_s`` s."""
     recorder = _recorder
-    return recorder is None or recorder.exporter.flush(timeout_s)
+    if recorder is None:
+        return True
+    deadline = time.monotonic() + timeout_s
+    collected = recorder.meters.collect(timeout_s)
+    return recorder.exporter.flush(max(deadline - time.monotonic(), 0)) and collected
 
 
 def is_enabled() -> bool:
@@ -387,6 +410,8 @@ def _silence_forked_child() -> None:
     recorder, _recorder = _recorder, None
     if recorder is not None:
         recorder.exporter.abandon()
+        recorder.meters.abandon()
+        system_metrics.stop()
 
 
 def _at_exit() -> None:

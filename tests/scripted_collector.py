@@ -11,12 +11,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest, ExportLogsServiceResponse
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
 )
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord
+from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 
@@ -70,6 +72,15 @@ class Collector:
         scopes = [s for batch in self._batches("/v1/logs") for r in batch.resource_logs for s in r.scope_logs]
         return [record for s in scopes for record in s.log_records if name is None or record.event_name == name]
 
+    def metrics(self, name: str) -> list[Metric]:
+        """One per collection in which there were points of it, in order."""
+        scopes = [s for batch in self._batches("/v1/metrics") for r in batch.resource_metrics for s in r.scope_metrics]
+        return [metric for scope in scopes for metric in scope.metrics if metric.name == name]
+
+    def num_points(self) -> int:
+        scopes = [s for batch in self._batches("/v1/metrics") for r in batch.resource_metrics for s in r.scope_metrics]
+        return sum(len(getattr(m, m.WhichOneof("data")).data_points) for s in scopes for m in s.metrics)
+
     def scopes(self) -> set[str]:
         resources = [resource for batch in self._batches("/v1/traces") for resource in batch.resource_spans]
         return {spans.scope.name for resource in resources for spans in resource.scope_spans}
@@ -82,8 +93,14 @@ class Collector:
         batch = next(iter(self._batches("/v1/logs")))
         return attributes(batch.resource_logs[0].resource.attributes)
 
+    def metric_resource(self) -> dict[str, Any]:
+        batch = next(iter(self._batches("/v1/metrics")))
+        return attributes(batch.resource_metrics[0].resource.attributes)
+
     def _batches(self, path: str) -> Iterator[Any]:
-        kind = ExportTraceServiceRequest if path == "/v1/traces" else ExportLogsServiceRequest
+        kind = {"/v1/traces": ExportTraceServiceRequest, "/v1/metrics": ExportMetricsServiceRequest}.get(
+            path, ExportLogsServiceRequest
+        )
         with self.lock:
             bodies = [request.body for request in self.stored.values() if request.path == path]
         return map(kind.FromString, bodies)
