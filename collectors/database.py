@@ -5,7 +5,6 @@ Owns the write connection and its settings. Does not decide what is written (wri
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import socket
@@ -15,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import duckdb
-import psutil
 
 from collectors import backup
+from collectors.limits import memory_bytes
 from rlinsight import schema
+from rlinsight.attach import extension
 from rlinsight.errors import CollectorError, StoreError
 from rlinsight.store import check, explain, is_locked
 
@@ -27,7 +27,7 @@ LOCK_WAIT_S = (
 )
 # Each checkpoint packs the open row groups again: at DuckDB's default of 16 MB a span costs 11 us to insert, at this 7.
 CHECKPOINT_WAL_BYTES = 64 * 1024**2
-MEMORY_SHARE = 0.25  # of the machine; training has the first claim on it
+MEMORY_SHARE = 0.25  # of what the machine or the control group has; training has the first claim on it
 # Nothing is downloaded.
 _CONFIG: dict[str, Any] = {"autoinstall_known_extensions": "false", "autoload_known_extensions": "false"}
 MAX_TEMP_BYTES = 10 * 1024**3
@@ -43,7 +43,7 @@ class Database:
             with backup.kept(self.con, store):
                 schema.apply(self.con, store)
             self.columns = schema.columns(self.con)
-            memory = max(512 * 1024**2, int(psutil.virtual_memory().total * MEMORY_SHARE))
+            memory = max(512 * 1024**2, int(memory_bytes() * MEMORY_SHARE))
             self.con.execute(f"SET memory_limit = '{memory}B'")
             self.con.execute(f"SET wal_autocheckpoint = '{CHECKPOINT_WAL_BYTES}B'")
             self.con.execute(f"SET max_temp_directory_size = '{MAX_TEMP_BYTES}B'")
@@ -83,7 +83,7 @@ class Database:
     def _close_to_outside(self) -> None:
         """Load what serving needs, then let no statement reach files, the network or settings."""
         for name in ("httpfs", "quack"):  # quack's client part needs httpfs
-            self.con.execute(f"LOAD '{_extension(name)}'")
+            self.con.execute(f"LOAD '{extension(name)}'")
         self.con.create_function(
             "rlinsight_authorize",
             _authorize,
@@ -110,17 +110,6 @@ def _authorize(session: str, sql: str) -> bool:
     except (StoreError, duckdb.Error):
         return False
     return True
-
-
-def _extension(name: str) -> Path:
-    """The signed extension file inside its Python package: no download, the same on every machine."""
-    spec = importlib.util.find_spec(f"duckdb_extension_{name}")
-    if spec is None or spec.origin is None:
-        raise CollectorError(f"package duckdb-extension-{name} is missing; install it in version {duckdb.__version__}")
-    path = Path(spec.origin).parent / "extensions" / f"v{duckdb.__version__}" / f"{name}.duckdb_extension"
-    if not path.is_file():
-        raise CollectorError(f"{path} is missing; install duckdb-extension-{name}=={duckdb.__version__}")
-    return path
 
 
 def _free_port() -> int:

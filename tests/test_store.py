@@ -2,14 +2,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import duckdb
+import httpx
 import pytest
 
+from collectors import otlp_http
 from collectors.database import Database
 from rlinsight import schema
 from rlinsight.errors import StoreError
@@ -44,7 +47,7 @@ READS = {
     "FROM runs": 1,
     "WITH x AS (FROM steps) SELECT step FROM x": 5,
     "DESCRIBE runs": 23,
-    "SHOW TABLES": 34,
+    "SHOW TABLES": sum(file.kind != "macros" for file in schema.files()),
     "SUMMARIZE steps": 14,
     "EXPLAIN SELECT 1": 1,
     "EXPLAIN ANALYZE FROM runs": 1,
@@ -114,6 +117,9 @@ WRITES = [
 ]
 
 
+HEAVY = "SELECT count(*) FROM range(1000000) a, range(1000000) b WHERE a.range * b.range % 7 = 3"
+
+
 @pytest.mark.parametrize("sql", READS)
 def test_reading_statements_work(store, sql):
     """Every kind of reading statement gives its rows, in both modes."""
@@ -164,12 +170,33 @@ def test_types_survive_the_way(store):
 
 def test_a_long_query_is_cut_off_and_the_next_one_answers(store):
     """The time limit holds on the server's side too: it is free again at once."""
-    heavy = "SELECT count(*) FROM range(1000000) a, range(1000000) b WHERE a.range * b.range % 7 = 3"
     started = time.monotonic()
     with pytest.raises(StoreError, match=r"over 0\.5 s"):
-        query(heavy, store=store, timeout_s=0.5)
+        query(HEAVY, store=store, timeout_s=0.5)
     assert query("SELECT 1 AS a", store=store).num_rows == 1
     assert time.monotonic() - started < 5
+
+
+@pytest.mark.slow
+def test_a_statement_ends_with_its_client(live):
+    """Clients that hang up take their statements along, even as many as may run at once: the next one is answered."""
+    code = f"import sys, rlinsight; rlinsight.query({HEAVY!r}, store=sys.argv[1], timeout_s=600)"
+    clients = [
+        subprocess.Popen([sys.executable, "-c", code, str(live)], stderr=subprocess.DEVNULL)
+        for _ in range(otlp_http.MAX_QUERIES)
+    ]
+    endpoint = read_endpoint(live)
+    assert endpoint is not None
+    headers = {"Authorization": f"Bearer {endpoint.token}"}
+    while True:  # until all of them are running
+        try:
+            httpx.post(f"{endpoint.http}/v1/sql", json={"sql": "SELECT 1"}, headers=headers, timeout=1)
+        except httpx.ReadTimeout:
+            break
+    for client in clients:
+        client.send_signal(signal.SIGINT)
+    assert query("SELECT 1 AS a", store=live).num_rows == 1
+    assert [client.wait(10) != 0 for client in clients] == [True] * len(clients)
 
 
 def test_a_result_too_large_is_refused(store):
