@@ -14,6 +14,8 @@ from typing import Any
 
 from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric
 
+from collectors import aliases
+from collectors.cardinality import Cardinality
 from collectors.points import POINT_FACTS, TEMPORALITY, exemplar_facts
 from collectors.projections import PROJECTIONS, PROMOTED, Projection
 from collectors.values import MAX_BIGINT, BadValue, any_value, attributes, coercion, to_json
@@ -45,15 +47,17 @@ class Decoded:
 
 
 RAW_TABLES = frozenset({"otel_spans", "otel_logs", "otel_metrics"})
+RESOURCE_PROBLEM = "resource_problem"  # a fact no column holds
 
 
 class Decoder:
-    """Decodes requests for a store with these ``columns``. Immutable after construction; threads may share it."""
+    """Decodes requests for a store with these ``columns``. Remembers series alone; threads may share it."""
 
     def __init__(self, columns: Columns) -> None:
+        self._cardinality = Cardinality()
         self._raw_row = {table: itemgetter(*columns[table]) for table in RAW_TABLES}
-        promoted_types = columns["otel_spans"]
-        self._promoted = [(name, key, coercion(promoted_types[name])) for name, key in PROMOTED.items()]
+        types = columns["otel_spans"]
+        self._promoted = {key: (column, coercion(types[column])) for column, key in PROMOTED.items()}
         self._by_name: dict[tuple[str, str], _Table] = {}
         self._by_attribute: list[_Table] = []
         for projection in PROJECTIONS:
@@ -69,10 +73,10 @@ class Decoder:
         for resource_spans in request.resource_spans:
             resource, base = self._resource(resource_spans, batch_id, ingest_ns)
             for scope_spans in resource_spans.scope_spans:
-                base = {**base, **_scope(scope_spans, resource_spans)}
+                facts = base | _scope(scope_spans, resource_spans)
                 for span in scope_spans.spans:
                     out.items += 1
-                    self._span(span, resource, base, out)
+                    self._span(span, resource, facts.copy(), out)
         return out
 
     def logs(self, request: Any, batch_id: str, ingest_ns: int) -> Decoded:
@@ -81,10 +85,10 @@ class Decoder:
         for resource_logs in request.resource_logs:
             resource, base = self._resource(resource_logs, batch_id, ingest_ns)
             for scope_logs in resource_logs.scope_logs:
-                base = {**base, **_scope(scope_logs, resource_logs)}
+                facts = base | _scope(scope_logs, resource_logs)
                 for record in scope_logs.log_records:
+                    self._log(record, resource, facts | {"item": out.items}, out)
                     out.items += 1
-                    self._log(record, resource, base, out)
         return out
 
     def metrics(self, request: Any, batch_id: str, ingest_ns: int) -> Decoded:
@@ -93,41 +97,45 @@ class Decoder:
         for resource_metrics in request.resource_metrics:
             resource, base = self._resource(resource_metrics, batch_id, ingest_ns)
             for scope_metrics in resource_metrics.scope_metrics:
-                base = {**base, **_scope(scope_metrics, resource_metrics)}
+                facts = base | _scope(scope_metrics, resource_metrics)
                 for metric in scope_metrics.metrics:
-                    self._metric(metric, resource, base, out)
+                    self._metric(metric, resource, facts, out)
         return out
 
-    def _resource(self, resource_items: Any, batch_id: str, ingest_ns: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        resource = attributes(resource_items.resource.attributes)
-        facts = {
+    def _resource(self, sent: Any, batch_id: str, ingest_ns: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """A resource's attributes, and the facts that all of its items share."""
+        resource = attributes(sent.resource.attributes)
+        facts: dict[str, Any] = dict.fromkeys(PROMOTED)
+        facts |= {
             "service_name": _text_or_none(resource.get(names.SERVICE_NAME)),
             "service_instance_id": _text_or_none(resource.get(names.SERVICE_INSTANCE_ID)),
             "resource_attributes": to_json(resource),
+            "resource_detail": _resource_detail(sent),
             "batch_id": batch_id,
             "ingest_ns": ingest_ns,
         }
+        resource = _known(resource)
+        facts[RESOURCE_PROBLEM] = self._promote(resource, facts)
         return resource, facts
 
-    def _promote(self, attrs: dict[str, Any], resource: dict[str, Any], facts: dict[str, Any]) -> str | None:
-        """Set the promoted facts; returns what is wrong with the first that does not fit, which is NULL then."""
+    def _promote(self, attrs: dict[str, Any], facts: dict[str, Any]) -> str | None:
+        """Set the promoted facts found in ``attrs``; returns what is wrong with one that does not fit, NULL then."""
         problem = None
-        for name, key, coerce in self._promoted:
-            value = attrs.get(key)
+        for key in self._promoted.keys() & attrs.keys():
+            value = attrs[key]
             if value is None:
-                value = resource.get(key)
-            if value is not None:
-                try:
-                    value = coerce(value)
-                except BadValue as error:
-                    problem = problem or f"{key}: {error}"
-                    value = None
-            facts[name] = value
+                continue
+            column, coerce = self._promoted[key]
+            try:
+                facts[column] = coerce(value)
+            except BadValue as error:
+                problem = f"{key}: {error}"
+                facts[column] = None
         if facts["attempt"] is None and facts["run_id"] is not None:
             facts["attempt"] = 1  # a sender that knows no resumes is in its first attempt
         return problem
 
-    def _span(self, span: Any, resource: dict[str, Any], base: dict[str, Any], out: Decoded) -> None:
+    def _span(self, span: Any, resource: dict[str, Any], facts: dict[str, Any], out: Decoded) -> None:
         start_ns, end_ns = span.start_time_unix_nano, span.end_time_unix_nano
         if (
             len(span.trace_id) != 16
@@ -138,8 +146,9 @@ class Decoder:
             out.reject(f"span {span.name!r}: needs a 16-byte trace id, an 8-byte span id, a start and an end time")
             return
         attrs = attributes(span.attributes)
-        facts = dict(base)
-        problem = self._promote(attrs, resource, facts)
+        facts["span_attributes"] = to_json(attrs)
+        attrs = _known(attrs)
+        problem = self._promote(attrs, facts) or facts[RESOURCE_PROBLEM]
         status, events, links = span.status, span.events, span.links
         facts["trace_id"] = span.trace_id.hex()
         facts["span_id"] = span.span_id.hex()
@@ -152,7 +161,6 @@ class Decoder:
         facts["end_ns"] = end_ns
         facts["status_code"] = _tiny(status.code)
         facts["status_message"] = status.message or None
-        facts["span_attributes"] = to_json(attrs)
         facts["events"] = to_json([_span_event(event) for event in events]) if events else None
         facts["links"] = to_json([_link(link) for link in links]) if links else None
         facts["dropped_attributes_count"] = span.dropped_attributes_count
@@ -165,17 +173,16 @@ class Decoder:
             tables.append(named)
         _project(tables, facts, attrs, resource, problem, span.name, out)
 
-    def _log(self, record: Any, resource: dict[str, Any], base: dict[str, Any], out: Decoded) -> None:
-        attrs = attributes(record.attributes)
-        facts = dict(base)
-        problem = self._promote(attrs, resource, facts)
+    def _log(self, record: Any, resource: dict[str, Any], facts: dict[str, Any], out: Decoded) -> None:
+        sent = attributes(record.attributes)
+        attrs = _known(sent)
+        problem = self._promote(attrs, facts) or facts[RESOURCE_PROBLEM]
         event_name = record.event_name or _text_or_none(attrs.get("event.name"))
         if len(record.trace_id) not in (0, 16) or len(record.span_id) not in (0, 8):
             problem = problem or "a trace id has 16 bytes and a span id 8"
         table = self._by_name.get(("event", event_name)) if event_name else None
-        shown = attrs
-        if table is not None and table.bulky:
-            shown = {key: _outline(value) if key in table.bulky else value for key, value in attrs.items()}
+        # Their content stands in the token table, if a row of it comes about; which also needs a run.
+        outlined = table.bulky if table is not None and facts["run_id"] is not None else frozenset()
         body = any_value(record.body)
         facts["time_ns"] = _time(record.time_unix_nano)
         facts["observed_ns"] = _time(record.observed_time_unix_nano)
@@ -185,21 +192,28 @@ class Decoder:
         facts["severity_number"] = _tiny(record.severity_number) or None
         facts["severity_text"] = record.severity_text or None
         facts["event_name"] = event_name
-        facts["body"] = body if body is None or isinstance(body, str) else to_json(body)
-        facts["log_attributes"] = to_json(shown)
+        facts["body_is_json"] = None if body is None else not isinstance(body, str)
+        facts["body"] = to_json(body) if facts["body_is_json"] else body
         facts["dropped_attributes_count"] = record.dropped_attributes_count
+        raw_time = facts["time_ns"]
+        facts["time_ns"] = raw_time or facts["observed_ns"]
+        complete = _project([table] if table else [], facts, attrs, resource, problem, event_name or "log record", out)
+        if complete and outlined:
+            sent = {key: _outline(value) if key in outlined else value for key, value in sent.items()}
+        facts["time_ns"], facts["log_attributes"] = raw_time, to_json(sent)
         out.add("otel_logs", self._raw_row["otel_logs"](facts))
-        if facts["time_ns"] is None:
-            facts["time_ns"] = facts["observed_ns"]
-        _project([table] if table else [], facts, attrs, resource, problem, event_name or "log record", out)
 
     def _metric(self, metric: Metric, resource: dict[str, Any], base: dict[str, Any], out: Decoded) -> None:
         kind = metric.WhichOneof("data")
         if kind is None:
             return
         data = getattr(metric, kind)
+        name = aliases.metric_name(metric.name)
         stream = {
-            "name": metric.name,
+            "name": name,
+            "sent_name": metric.name if name != metric.name else None,
+            "description": metric.description or None,
+            "metadata": to_json(attributes(metric.metadata)) if metric.metadata else None,
             "unit": metric.unit or None,
             "kind": kind,
             "temporality": TEMPORALITY.get(int(getattr(data, "aggregation_temporality", 0))),
@@ -208,11 +222,15 @@ class Decoder:
         for point in data.data_points:
             out.items += 1
             attrs = attributes(point.attributes)
-            facts = {**base, **stream}
-            problem = self._promote(attrs, resource, facts)
+            labels = to_json(attrs)
+            if refusal := self._cardinality.refusal(base["resource_attributes"], name, labels):
+                out.reject(f"metric {metric.name!r}: {refusal}")
+                continue
+            facts = base | stream
+            problem = self._promote(_known(attrs), facts) or base[RESOURCE_PROBLEM]
             facts.update(POINT_FACTS[kind](point))
             facts["time_ns"], facts["start_ns"] = _time(point.time_unix_nano), _time(point.start_time_unix_nano)
-            facts["attributes"], facts["flags"] = to_json(attrs), point.flags
+            facts["attributes"], facts["flags"] = labels, point.flags
             exemplars = getattr(point, "exemplars", ())
             facts["exemplars"] = to_json([exemplar_facts(exemplar) for exemplar in exemplars]) if exemplars else None
             out.add("otel_metrics", self._raw_row["otel_metrics"](facts))
@@ -274,8 +292,11 @@ def _project(
     problem: str | None,
     what: str,
     out: Decoded,
-) -> None:
-    """Add the item's domain rows: all of them or, when a value does not fit, none. Items of no run stay raw."""
+) -> bool:
+    """Add the item's domain rows: all of them or, when a value does not fit, none. Items of no run stay raw.
+
+    True if nothing was wrong with the item.
+    """
     rows = []
     try:
         if problem:
@@ -284,30 +305,75 @@ def _project(
             rows = [(table.name, table.row(facts, attrs, resource)) for table in tables]
     except BadValue as error:
         out.reject(f"{what}: {error}")
-        return
+        return False
     for table, row in rows:
         out.add(table, row)
+    return True
+
+
+def _known(attrs: dict[str, Any]) -> dict[str, Any]:
+    """Attributes with the known spelling of those that have one added."""
+    spelled = aliases.ATTRIBUTES.keys() & attrs.keys()
+    return {aliases.ATTRIBUTES[key]: attrs[key] for key in sorted(spelled)} | attrs if spelled else attrs
+
+
+def _resource_detail(sent: Any) -> str | None:
+    """What a resource has beyond its attributes, as JSON; None when nothing."""
+    resource = sent.resource
+    refs = [
+        {
+            "schema_url": ref.schema_url,
+            "type": ref.type,
+            "id_keys": list(ref.id_keys),
+            "description_keys": list(ref.description_keys),
+        }
+        for ref in resource.entity_refs
+    ]
+    return _detail(
+        schema_url=sent.schema_url, dropped_attributes_count=resource.dropped_attributes_count, entity_refs=refs
+    )
+
+
+def _detail(**facts: Any) -> str | None:
+    """The facts that are set, as JSON; None when none is."""
+    present = {name: value for name, value in facts.items() if value}
+    return to_json(present) if present else None
 
 
 def _scope(scope_items: Any, resource_items: Any) -> dict[str, Any]:
+    scope = scope_items.scope
     return {
-        "scope_name": scope_items.scope.name or None,
-        "scope_version": scope_items.scope.version or None,
+        "scope_name": scope.name or None,
+        "scope_version": scope.version or None,
+        "scope_detail": _detail(
+            attributes=attributes(scope.attributes), dropped_attributes_count=scope.dropped_attributes_count
+        ),
         "schema_url": scope_items.schema_url or resource_items.schema_url or None,
     }
 
 
 def _span_event(event: Any) -> dict[str, Any]:
-    return {"name": event.name, "time_ns": event.time_unix_nano, "attributes": attributes(event.attributes)}
+    facts = {"name": event.name, "time_ns": event.time_unix_nano, "attributes": attributes(event.attributes)}
+    if event.dropped_attributes_count:
+        facts["dropped_attributes_count"] = event.dropped_attributes_count
+    return facts
 
 
 def _link(link: Any) -> dict[str, Any]:
-    return {"trace_id": link.trace_id.hex(), "span_id": link.span_id.hex(), "attributes": attributes(link.attributes)}
+    facts = {"trace_id": link.trace_id.hex(), "span_id": link.span_id.hex(), "attributes": attributes(link.attributes)}
+    rest = {
+        "trace_state": link.trace_state,
+        "flags": link.flags,
+        "dropped_attributes_count": link.dropped_attributes_count,
+    }
+    return facts | {name: value for name, value in rest.items() if value}
 
 
 def _outline(value: Any) -> Any:
     """What the raw row keeps of an array whose content stands in a list column."""
-    return {"items": len(value)} if isinstance(value, list) else value
+    if isinstance(value, list):
+        return {"items": len(value)}
+    return {"bytes": len(value)} if isinstance(value, bytes) else value
 
 
 def _time(ns: int) -> int | None:

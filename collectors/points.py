@@ -27,12 +27,15 @@ def exemplar_facts(exemplar: Any) -> dict[str, Any]:
     }
 
 
-_NO_POINT = dict.fromkeys(("value", "count", "sum", "min", "max", "bounds", "bucket_counts", "detail"))
+_NO_POINT = dict.fromkeys(("value", "value_int", "count", "sum", "min", "max", "bounds", "bucket_counts", "detail"))
 
 
 def _number_point(point: Any) -> dict[str, Any]:
     which = point.WhichOneof("value")
-    return {**_NO_POINT, "value": float(getattr(point, which)) if which else None}
+    if not which:
+        return _NO_POINT
+    value = getattr(point, which)
+    return {**_NO_POINT, "value": float(value), "value_int": value if which == "as_int" else None}
 
 
 def _histogram_point(point: Any) -> dict[str, Any]:
@@ -49,6 +52,7 @@ def _exponential_point(point: Any) -> dict[str, Any]:
     detail = {
         "scale": point.scale,
         "zero_count": point.zero_count,
+        "zero_threshold": point.zero_threshold,
         "positive": {"offset": point.positive.offset, "bucket_counts": list(point.positive.bucket_counts)},
         "negative": {"offset": point.negative.offset, "bucket_counts": list(point.negative.bucket_counts)},
     }

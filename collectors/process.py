@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
@@ -27,6 +27,7 @@ from collectors.decode import Decoder
 from collectors.intake import Intake
 from collectors.monitor import Monitor
 from collectors.owners import Owners
+from collectors.scrape import Scraper
 from collectors.writer import Writer
 from rlinsight import schema
 from rlinsight.errors import CollectorError
@@ -55,7 +56,7 @@ def run(store: Path, owner_pids: Sequence[int], listen: Listen) -> None:
 
     Raises CollectorError or StoreError when it cannot start, and CollectorError when the store failed for good.
     """
-    # Millions of short-lived rows make the cycle collector run all the time: a quarter of ingest's CPU time at its defaults.
+    # Millions of short-lived rows keep the cycle collector busy: a quarter of ingest's CPU time at its defaults.
     gc.freeze()
     gc.set_threshold(500_000, 20, 100)
     os.umask(0o077)  # the store holds what the token protects: prompts, responses, configs
@@ -78,7 +79,8 @@ def run(store: Path, owner_pids: Sequence[int], listen: Listen) -> None:
         monitor = Monitor(store, writer, owners, started_ns)
         server, grpc_port = otlp_grpc.serve(intake, monitor, listen.host, listen.grpc_port, None if loopback else token)
         stack.callback(lambda: server.stop(grace=5).wait())
-        app = otlp_http.app(intake, owners, monitor, database.con.cursor, token, open_to_loopback=loopback)
+        scraper = stack.enter_context(closing(Scraper(intake)))
+        app = otlp_http.app(intake, owners, monitor, scraper, database.con.cursor, token, open_to_loopback=loopback)
         http_port = stack.enter_context(_serve_http(app, listen.host, listen.http_port))
         stack.callback(owners.leave)
         host = _reachable(listen.host)

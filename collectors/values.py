@@ -5,12 +5,14 @@ Pure functions. A value that does not fit its column raises ``BadValue``; decode
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
+import orjson
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 
 MAX_BIGINT = 2**63 - 1
@@ -50,17 +52,15 @@ def any_value(value: AnyValue) -> Any:
     return getattr(value, which) if which in _SCALARS else None
 
 
-_encode = json.JSONEncoder(
-    ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=lambda value: {"bytes": len(value)}
-).encode
-
-
 def to_json(value: Any) -> str:
-    """JSON text with bytes as ``{"bytes": length}`` and the numbers JSON lacks as strings ("NaN")."""
-    try:
-        return _encode(value)
-    except ValueError:
-        return _encode(_finite(value))
+    """JSON text with bytes as ``{"base64": "..."}`` and the numbers JSON lacks as strings ("NaN")."""
+    text = orjson.dumps(value, default=_base64).decode()
+    # orjson writes null for them.
+    return orjson.dumps(_finite(value), default=_base64).decode() if "null" in text else text
+
+
+def _base64(value: bytes) -> dict[str, str]:
+    return {"base64": base64.b64encode(value).decode()}
 
 
 def _finite(value: Any) -> Any:
@@ -82,7 +82,7 @@ def coercion(sql_type: str) -> Callable[[Any], Any]:
     if sql_type in ELEMENTS:
         dtype = ELEMENTS[sql_type]
         return lambda value: _elements(value, dtype)
-    return {"DOUBLE": _number, "VARCHAR": _text, "JSON": _json_text, "VARCHAR[]": _texts}[sql_type]
+    return {"DOUBLE": _number, "VARCHAR": _text, "BOOLEAN": _boolean, "JSON": _json_text, "VARCHAR[]": _texts}[sql_type]
 
 
 def _integer(value: Any, limit: int) -> int:
@@ -106,6 +106,12 @@ def _number(value: Any) -> float:
         return float(value)
     except ValueError:
         raise BadValue(f"{_short(value)} is not a number") from None
+
+
+def _boolean(value: Any) -> bool:
+    if value in (True, False):  # 0 and 1 too
+        return bool(value)
+    raise BadValue(f"{_short(value)} is not true or false")
 
 
 def _text(value: Any) -> str:

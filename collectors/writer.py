@@ -9,7 +9,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 MAX_QUEUED_BATCHES = 256
 MAX_QUEUED_BYTES = 64 * 1024**2
+_END = object()  # nothing comes after it
 MAX_GROUP_BYTES = 16 * 1024**2  # of payload in one transaction: bounds its memory and the wait of its first batch
 
 
@@ -40,6 +41,32 @@ class BatchRefused(Exception):
 
 
 @dataclass(slots=True)
+class Stats:
+    """Running totals since the start, and how long the latest commits took; written by the writer's thread alone."""
+
+    batches: dict[str, int] = field(default_factory=dict)  # stored, by signal
+    items: dict[str, int] = field(default_factory=dict)  # with a raw row, by signal
+    rejected: dict[str, int] = field(default_factory=dict)  # items, by signal
+    duplicates: dict[str, int] = field(default_factory=dict)  # batches that were stored already, by signal
+    bytes: int = 0  # of payload stored
+    commits: int = 0
+    commit_s: float = 0.0  # from BEGIN to COMMIT, all transactions together
+    failures: int = 0  # transactions undone
+    on_commit: Callable[[float], None] | None = None  # told the seconds of each
+
+    def count(self, batch: Batch, stored: bool) -> None:
+        """Add a batch that was committed, or found to be stored already."""
+        signal = batch.signal
+        if not stored:
+            self.duplicates[signal] = self.duplicates.get(signal, 0) + 1
+            return
+        self.batches[signal] = self.batches.get(signal, 0) + 1
+        self.items[signal] = self.items.get(signal, 0) + batch.decoded.stored
+        self.rejected[signal] = self.rejected.get(signal, 0) + batch.decoded.rejected
+        self.bytes += batch.size
+
+
+@dataclass(slots=True)
 class Batch:
     """One OTLP request on its way to the store. ``done`` gives True when it was stored, False when it already was."""
 
@@ -53,6 +80,20 @@ class Batch:
     done: Future[bool] = field(default_factory=Future)
 
 
+@dataclass(slots=True)
+class _Task:
+    """Work on the store that is no batch; runs between two groups."""
+
+    work: Callable[[duckdb.DuckDBPyConnection], Any]
+    done: Future[Any] = field(default_factory=Future)
+
+    def run(self, con: duckdb.DuckDBPyConnection) -> None:
+        try:
+            self.done.set_result(self.work(con))
+        except BaseException as error:
+            self.done.set_exception(error)
+
+
 class Writer:
     """Takes batches from any thread.
 
@@ -61,16 +102,16 @@ class Writer:
     """
 
     def __init__(self, con: duckdb.DuckDBPyConnection, columns: Columns) -> None:
+        self.stats = Stats()
         self._con = con
         self._columns = columns
-        self._queue: queue.Queue[Batch | None] = queue.Queue()
+        self._queue: queue.Queue[Batch | _Task | None] = queue.Queue()
         self._lock = threading.Lock()
         self._queued_batches = 0
         self._queued_bytes = 0
         self._closed = False
         self.problem: str | None = None
         self.failure: str | None = None
-        self.stored_batches = 0
         self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
 
     def start(self) -> None:
@@ -95,6 +136,18 @@ class Writer:
             self._queue.put(batch)
         return batch.done
 
+    def submit_task(self, work: Callable[[duckdb.DuckDBPyConnection], Any]) -> Future[Any]:
+        """Run ``work`` on the write connection between two groups; it begins and ends its own transactions.
+
+        Ingest waits meanwhile: long work comes in pieces. Raises Overloaded when the writer is closing.
+        """
+        task = _Task(work)
+        with self._lock:
+            if self._closed:
+                raise Overloaded("the collector is leaving")
+            self._queue.put(task)
+        return task.done
+
     def close(self) -> None:
         """Accept no more, write what is queued, then checkpoint. The connection stays open."""
         with self._lock:
@@ -108,29 +161,32 @@ class Writer:
                 logger.warning("the store's write-ahead log stays: %s", _first_line(error))
 
     def _run(self) -> None:
-        ending = False
-        while not ending:
-            group, ending = self._next_group()
+        while True:
+            group, then = self._next_group()
             if group:
                 self._store(group)
                 with self._lock:
                     self._queued_batches -= len(group)
                     self._queued_bytes -= sum(batch.size for batch in group)
+            if isinstance(then, _Task):
+                then.run(self._con)
+            elif then is _END:
+                return
 
-    def _next_group(self) -> tuple[list[Batch], bool]:
-        """Wait for a batch and take along what else is queued, up to a size. True when nothing will follow."""
+    def _next_group(self) -> tuple[list[Batch], Any]:
+        """Wait for a batch and take along what else is queued, up to a size; and what is to be done after them."""
         group: list[Batch] = []
         size = 0
         while size < MAX_GROUP_BYTES:
             try:
-                batch = self._queue.get(block=not group)
+                entry = self._queue.get(block=not group)
             except queue.Empty:
-                return group, False
-            if batch is None:
-                return group, True
-            group.append(batch)
-            size += batch.size
-        return group, False
+                break
+            if not isinstance(entry, Batch):
+                return group, entry or _END
+            group.append(entry)
+            size += entry.size
+        return group, None
 
     def _store(self, group: list[Batch]) -> None:
         """Commit a group; when that fails for its content, batch by batch, so that one bad batch harms no other."""
@@ -147,10 +203,11 @@ class Writer:
                 self._store([batch])
         else:
             self.problem = None
-            self.stored_batches += len(stored)
             for batch in group:
-                batch.done.set_result(batch.batch_id in stored)
+                is_new = batch.batch_id in stored
                 stored.discard(batch.batch_id)
+                self.stats.count(batch, is_new)
+                batch.done.set_result(is_new)
 
     def _give_up(self, group: list[Batch], error: duckdb.Error) -> None:
         message = self.problem = _first_line(error)
@@ -163,6 +220,7 @@ class Writer:
     def _transaction(self, group: list[Batch]) -> set[str]:
         """Insert the batches not stored before, with their ledger rows, in one transaction. Returns their ids."""
         con = self._con
+        began = time.perf_counter()
         con.execute("BEGIN")
         try:
             fresh = {batch.batch_id: batch for batch in reversed(group)}
@@ -178,15 +236,36 @@ class Writer:
                 for table, more in batch.decoded.rows.items():
                     rows.setdefault(table, []).extend(more)
             committed_ns = time.time_ns()
-            rows["ingest_batches"] = [_ledger_row(batch, committed_ns) for batch in fresh.values()]
+            rows["ingest_batches"] = [self._ledger_row(batch, committed_ns) for batch in fresh.values()]
             for table, more in rows.items():
                 if more:
                     self._insert(table, arrow.table(more, self._columns[table]))
             con.execute("COMMIT")
         except BaseException:
+            self.stats.failures += 1
             self._rollback()
             raise
+        seconds = time.perf_counter() - began
+        self.stats.commits += 1
+        self.stats.commit_s += seconds
+        if self.stats.on_commit:
+            self.stats.on_commit(seconds)
         return set(fresh)
+
+    def _ledger_row(self, batch: Batch, committed_ns: int) -> tuple[Any, ...]:
+        facts: Mapping[str, Any] = {
+            "batch_id": batch.batch_id,
+            "producer": batch.producer,
+            "seq": batch.seq,
+            "signal": batch.signal,
+            "items": batch.decoded.items,
+            "rows": batch.decoded.stored,
+            "rejected": batch.decoded.rejected,
+            "bytes": batch.size,
+            "received_ns": batch.received_ns,
+            "committed_ns": committed_ns,
+        }
+        return tuple(facts[column] for column in self._columns["ingest_batches"])
 
     def _insert(self, table: str, rows: pa.Table) -> None:
         self._con.register("incoming", rows)
@@ -204,18 +283,3 @@ class Writer:
 
 def _first_line(error: Exception) -> str:
     return str(error).splitlines()[0]
-
-
-def _ledger_row(batch: Batch, committed_ns: int) -> tuple[Any, ...]:
-    facts: Mapping[str, Any] = {
-        "batch_id": batch.batch_id,
-        "producer": batch.producer,
-        "seq": batch.seq,
-        "signal": batch.signal,
-        "rows": batch.decoded.stored,
-        "rejected": batch.decoded.rejected,
-        "bytes": batch.size,
-        "received_ns": batch.received_ns,
-        "committed_ns": committed_ns,
-    }
-    return tuple(facts.values())

@@ -198,7 +198,7 @@ def test_any_value_becomes_valid_json():
     record = request.resource_logs.add().scope_logs.add().log_records.add(body=nested)
     record.attributes.extend(_attributes({"inf": float("inf"), "control": 'a\x00b"\n', "empty": []}))
     row = _only(DECODER.logs(request, "b", 1), "otel_logs")
-    assert json.loads(row["body"]) == {"a": [1, "nan"], "b": {"bytes": 2}}
+    assert json.loads(row["body"]) == {"a": [1, "nan"], "b": {"base64": "eHk="}}
     kept = json.loads(row["log_attributes"])
     assert kept == {"inf": "inf", "control": 'a\x00b"\n', "empty": []}
     assert CON.execute("SELECT ?::JSON ->> '$.control'", [row["log_attributes"]]).fetchone() == ('a\x00b"\n',)

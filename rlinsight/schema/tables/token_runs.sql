@@ -2,5 +2,5 @@
 CREATE TABLE token_runs (
   run_id VARCHAR, attempt INTEGER, step BIGINT, rollout_id VARCHAR, turn_index INTEGER, trace_id VARCHAR, prompt_text VARCHAR,
   response_text VARCHAR, prompt_token_ids INTEGER[], token_ids INTEGER[], token_pieces VARCHAR[], rollout_log_probs FLOAT[],
-  time_ns BIGINT
+  time_ns BIGINT, batch_id VARCHAR, item INTEGER, policy_versions INTEGER[]
 );

@@ -7,7 +7,7 @@ WITH said AS (
   -- Only the report written for a killed producer knows dropped_crash; a living one has lost nothing that way.
   SELECT * REPLACE (coalesce(dropped_crash, 0) AS dropped_crash) FROM producer_health QUALIFY row_number() OVER (PARTITION BY producer ORDER BY time_ns DESC) = 1
 ), stored AS (
-  SELECT producer, count(*) AS batches, sum(rows) AS rows, sum(rejected) AS rejected, sum(bytes) AS bytes, max(committed_ns) AS last_ns
+  SELECT producer, count(*) AS batches, sum(rows) AS rows, sum(items) AS items, sum(rejected) AS rejected, sum(bytes) AS bytes, max(committed_ns) AS last_ns
   FROM ingest_batches GROUP BY producer
 )
 SELECT h.run_id, h.attempt, coalesce(h.producer, s.producer) AS producer, h.service_name, h.rank, h.emitted, h.sent,
@@ -15,7 +15,7 @@ SELECT h.run_id, h.attempt, coalesce(h.producer, s.producer) AS producer, h.serv
   h.dropped_queue, h.dropped_limit, h.dropped_disk, h.dropped_crash, h.dropped_fault,
   h.dropped_queue + h.dropped_limit + h.dropped_disk + h.dropped_crash + h.dropped_fault AS dropped,
   CAST(greatest(0, h.emitted - h.dropped_queue - h.dropped_limit - h.dropped_disk - h.dropped_crash - h.dropped_fault
-    - greatest(0, coalesce(h.rejected, 0) - coalesce(s.rejected, 0)) - coalesce(s.rows, 0)) AS BIGINT) AS missing,
+    - greatest(0, coalesce(h.rejected, 0) - coalesce(s.rejected, 0)) - coalesce(s.items, 0)) AS BIGINT) AS missing,
   h.retried, h.queue_length, h.overhead_ns / 1e9 AS overhead_s, s.batches, CAST(s.bytes AS BIGINT) AS bytes,
-  to_time(h.time_ns) AS last_report, to_time(s.last_ns) AS last_stored
+  to_time(h.time_ns) AS last_report, to_time(s.last_ns) AS last_stored, h.labels_dropped, h.metrics_overflowing
 FROM said h FULL OUTER JOIN stored s ON s.producer = h.producer;
