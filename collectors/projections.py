@@ -38,6 +38,25 @@ class Projection(NamedTuple):
     has: str | None = None
 
 
+# vLLM's names for durations are ours too, and aliases.py knows its others; what it does not send stays NULL.
+_SERVING = {
+    "engine": names.ENGINE,
+    "replica": names.REPLICA,
+    "queue_s": names.QUEUE_S,
+    "prefill_s": names.PREFILL_S,
+    "decode_s": names.DECODE_S,
+    "ttft_s": names.TTFT_S,
+    "e2e_s": names.E2E_S,
+    "prompt_tokens": names.INPUT_TOKENS,
+    "output_tokens": names.OUTPUT_TOKENS,
+    "cached_tokens": names.CACHED_TOKENS,
+    "max_tokens": names.MAX_TOKENS,
+    "finish_reason": names.FINISH_REASONS,
+    "num_preemptions": names.PREEMPTIONS,
+    "aborted": names.ABORTED,
+    "corrupted": names.CORRUPTED,
+}
+
 PROJECTIONS: tuple[Projection, ...] = (
     Projection(
         "steps",
@@ -64,6 +83,9 @@ PROJECTIONS: tuple[Projection, ...] = (
             "finish_reason": names.FINISH_REASONS,
             "prompt_tokens": names.INPUT_TOKENS,
             "response_tokens": names.OUTPUT_TOKENS,
+            "error_type": names.ERROR_TYPE,
+            "split": names.SPLIT,
+            "env": names.ENV,
         },
         name=names.ROLLOUT,
     ),
@@ -88,8 +110,28 @@ PROJECTIONS: tuple[Projection, ...] = (
             "replica": names.REPLICA,
             "bytes": names.BYTES,
             "refreshed_bytes": names.REFRESHED_BYTES,
+            "pause_mode": names.PAUSE_MODE,
+            "in_flight": names.SYNC_IN_FLIGHT,
+            "aborted": names.SYNC_ABORTED,
+            "checksum_trained": names.CHECKSUM_TRAINED,
+            "checksum_served": names.CHECKSUM_SERVED,
+            "error_type": names.ERROR_TYPE,
         },
         name=names.WEIGHT_SYNC,
+    ),
+    Projection("serving_requests", "span", _SERVING, name=names.ENGINE_REQUEST),
+    Projection("serving_requests", "span", _SERVING, name=names.VLLM_REQUEST),
+    Projection(
+        "tool_calls",
+        "span",
+        {"tool": names.TOOL_NAME, "call_id": names.TOOL_CALL_ID, "error_type": names.ERROR_TYPE},
+        name=names.TOOL,
+    ),
+    Projection(
+        "worker_calls",
+        "span",
+        {"method": names.METHOD, "worker_group": names.WORKER_GROUP, "world_size": names.WORLD_SIZE},
+        name=names.WORKER_CALL,
     ),
     Projection(
         "run_starts",
@@ -117,7 +159,12 @@ PROJECTIONS: tuple[Projection, ...] = (
     Projection(
         "span_starts",
         "event",
-        {"name": names.START_NAME, "start_ns": names.START_NS, "parent_span_id": names.START_PARENT},
+        {
+            "name": names.START_NAME,
+            "start_ns": names.START_NS,
+            "parent_span_id": names.START_PARENT,
+            "method": names.METHOD,
+        },
         name=names.SPAN_START,
     ),
     Projection(
@@ -133,6 +180,12 @@ PROJECTIONS: tuple[Projection, ...] = (
         name=names.GROUP,
     ),
     Projection(
+        "dropped_groups",
+        "event",
+        {"prompt_id": names.PROMPT_ID, "env": names.ENV, "reason": names.REASON, "num_rollouts": names.BATCH_SIZE},
+        name=names.GROUP_DROPPED,
+    ),
+    Projection(
         "token_runs",
         "event",
         {
@@ -142,6 +195,7 @@ PROJECTIONS: tuple[Projection, ...] = (
             "token_ids": names.TOKEN_IDS,
             "token_pieces": names.TOKEN_PIECES,
             "rollout_log_probs": names.ROLLOUT_LOG_PROBS,
+            "policy_versions": names.POLICY_VERSIONS,
         },
         name=names.TURN_CONTENT,
     ),
@@ -192,6 +246,47 @@ PROJECTIONS: tuple[Projection, ...] = (
         name=names.STEP_METRIC,
     ),
     Projection(
+        "engine_samples",
+        "event",
+        {
+            "engine": names.ENGINE,
+            "replica": names.REPLICA,
+            "running": names.RUNNING,
+            "waiting_capacity": names.WAITING_CAPACITY,
+            "waiting_deferred": names.WAITING_DEFERRED,
+            "kv_usage": names.KV_USAGE,
+            "prefix_queries": names.PREFIX_QUERIES,
+            "prefix_hits": names.PREFIX_HITS,
+            "prompt_tokens": names.ENGINE_PROMPT_TOKENS,
+            "generation_tokens": names.ENGINE_OUTPUT_TOKENS,
+            "preemptions": names.ENGINE_PREEMPTIONS,
+            "awake": names.AWAKE,
+        },
+        name=names.ENGINE_SAMPLE,
+    ),
+    Projection(
+        "evals",
+        "event",
+        {
+            "dataset": names.EVAL_DATASET,
+            "metric": names.EVAL_METRIC,
+            "value": names.EVAL_VALUE,
+            "num_samples": names.EVAL_SAMPLES,
+        },
+        name=names.EVAL,
+    ),
+    Projection(
+        "alerts",
+        "event",
+        {
+            "rule": names.ALERT_RULE,
+            "severity": names.ALERT_SEVERITY,
+            "message": names.ALERT_MESSAGE,
+            "evidence_sql": names.ALERT_EVIDENCE,
+        },
+        name=names.ALERT,
+    ),
+    Projection(
         "producer_health",
         "event",
         {
@@ -207,6 +302,8 @@ PROJECTIONS: tuple[Projection, ...] = (
             "retried": names.RETRIED,
             "queue_length": names.QUEUE_LENGTH,
             "overhead_ns": names.OVERHEAD_NS,
+            "labels_dropped": names.LABELS_DROPPED,
+            "metrics_overflowing": names.METRICS_OVERFLOWING,
         },
         name=names.PRODUCER_HEALTH,
     ),

@@ -119,6 +119,8 @@ STEP_METRIC = _event("rlinsight.step.metric", "one scalar of one step, with its 
 ENGINE_SAMPLE = _event("rlinsight.engine.sample", "what a rollout engine was doing at one moment")
 EVAL = _event("rlinsight.eval", "one metric of one validation")
 ALERT = _event("rlinsight.alert", "something looks wrong: which rule, and the query that shows it")
+SCRAPE_FAILED = _event("rlinsight.scrape.failed", "a metrics endpoint does not answer as it should, and why; on change")
+SCRAPE_RECOVERED = _event("rlinsight.scrape.recovered", "a metrics endpoint answers again")
 PRODUCER_HEALTH = _event("rlinsight.producer.health", "what a producer emitted, sent and dropped, cumulative")
 
 # Attributes: identity ------------------------------------------------------------------------------------------------
@@ -173,6 +175,7 @@ CHECKSUM_TRAINED = _attr("rlinsight.sync.checksum.trained", "checksum of the wei
 CHECKSUM_SERVED = _attr("rlinsight.sync.checksum.served", "checksum of the weights the engine serves after the sync")
 ENGINE = _attr("rlinsight.engine", "rollout engine, e.g. native")
 REPLICA = _attr("rlinsight.replica", "engine replica, e.g. policy/0")
+URL = _attr("url.full", "address scraped, without its query")
 PATH = _attr("rlinsight.path", "file or directory written")
 
 # Attributes: generation (GenAI conventions) --------------------------------------------------------------------------
@@ -332,11 +335,18 @@ SYSTEM_CPU = _instrument("system.cpu.utilization", "1", "share of the machine's 
 SYSTEM_MEMORY = _instrument("system.memory.usage", "By", "memory of the machine by system.memory.state")
 SYSTEM_MEMORY_LIMIT = _instrument("system.memory.limit", "By", "memory the machine has")
 SYSTEM_DISK = _instrument("system.disk.io", "By", "bytes its disks read and wrote, by disk.io.direction")
-SYSTEM_NETWORK = _instrument("system.network.io", "By", "bytes its network moved, loopback aside, by network.io.direction")
+SYSTEM_NETWORK = _instrument(
+    "system.network.io", "By", "bytes its network moved, loopback aside, by network.io.direction"
+)
 GPU_UTILIZATION = _instrument("hw.gpu.utilization", "1", "share of time a kernel ran on the GPU named by hw.id")
 GPU_MEMORY = _instrument("hw.gpu.memory.usage", "By", "memory of the GPU in use")
 GPU_MEMORY_LIMIT = _instrument("hw.gpu.memory.limit", "By", "memory the GPU has")
 GPU_TEMPERATURE = _instrument("hw.temperature", "Cel", "temperature of the GPU")
 GPU_POWER = _instrument("hw.power", "W", "power the GPU draws")
+
+# Instruments: about scraping (names as Prometheus has them) ----------------------------------------------------------
+UP = _instrument("up", "1", "1 if the scrape of the target brought metrics, 0 if not")
+SCRAPE_DURATION = _instrument("scrape_duration_seconds", "s", "time the scrape took")
+SCRAPE_SAMPLES = _instrument("scrape_samples_scraped", "{sample}", "samples the target exposed")
 
 METRICS: dict[str, Name] = {name: value for name, value in REGISTRY.items() if value.kind == "metric"}

@@ -1,15 +1,16 @@
 -- How complete are the joins? Per run and edge: n rows on the left, how many of them find their partner, and the fraction.
 -- While a run is live, what is still travelling counts as not linked; a finished run should show 1 on every line.
 -- rollout->reward, rollout->training and step->metrics are about steps that finished: one that was abandoned or failed owes
--- none of them.
--- span_start->span is about spans that should have ended: those of attempts that reported their end.
+-- none of them. Rollouts of a validation (split eval) owe no group, reward or training either.
+-- turn->serving_request is about runs whose engines report their requests; span_start->span about spans that should have ended:
+-- those of attempts that reported their end.
 CREATE OR REPLACE VIEW v_linkage AS
 WITH known_steps AS (
   SELECT run_id, attempt, step FROM steps UNION SELECT run_id, attempt, step FROM span_starts WHERE name = 'rl.loop'
 ), finished AS (
   SELECT DISTINCT run_id, attempt, step FROM steps WHERE status_code IS DISTINCT FROM 2
 ), due AS (
-  FROM rollout_samples SEMI JOIN finished USING (run_id, attempt, step)
+  FROM rollout_samples SEMI JOIN finished USING (run_id, attempt, step) WHERE split IS DISTINCT FROM 'eval'
 ), sampled AS (SELECT DISTINCT run_id, attempt, rollout_id FROM rollout_samples),
 scored AS (SELECT DISTINCT run_id, attempt, rollout_id FROM rollout_scores),
 trained AS (SELECT DISTINCT run_id, attempt, rollout_id FROM rollout_training),
@@ -27,6 +28,7 @@ closed AS (
   UNION ALL
   SELECT r.run_id, 'rollout->group', count(*), count(k.group_id)
   FROM rollout_samples r LEFT JOIN prompts k ON k.run_id = r.run_id AND k.attempt = r.attempt AND k.group_id = r.group_id
+  WHERE r.split IS DISTINCT FROM 'eval'
   GROUP BY r.run_id
   UNION ALL
   SELECT r.run_id, 'rollout->tokens', count(*), count(k.rollout_id)
@@ -68,6 +70,14 @@ closed AS (
   UNION ALL
   SELECT s.run_id, 'step->metrics', count(*), count(m.step)
   FROM finished s LEFT JOIN measured m ON m.run_id = s.run_id AND m.attempt = s.attempt AND m.step = s.step GROUP BY s.run_id
+  UNION ALL
+  SELECT t.run_id, 'turn->serving_request', count(*), count(t.request_span_id)
+  FROM turn_requests t WHERE t.run_id IN (SELECT run_id FROM serving_requests) GROUP BY t.run_id
+  UNION ALL
+  SELECT q.run_id, 'serving_request->span', count(*), count(o.span_id)
+  FROM serving_requests q LEFT JOIN (SELECT DISTINCT run_id, trace_id, span_id FROM otel_spans) o
+    ON o.run_id = q.run_id AND o.trace_id = q.trace_id AND o.span_id = q.span_id
+  GROUP BY q.run_id
   UNION ALL
   SELECT s.run_id, 'span_start->span', count(*), count(o.span_id)
   FROM closed s LEFT JOIN (SELECT DISTINCT trace_id, span_id FROM otel_spans SEMI JOIN run_ends USING (run_id, attempt)) o
