@@ -7,12 +7,24 @@ for one statement with limits. Loads duckdb on first use only.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlinsight import schema
 from rlinsight.errors import StoreError
-from rlinsight.store import Endpoint, HandOver, explain, is_locked, missing, read_endpoint, resolve, until_handed_over
+from rlinsight.store import (
+    Endpoint,
+    HandOver,
+    explain,
+    is_locked,
+    missing,
+    read_endpoint,
+    resolve,
+    sql_error,
+    until_handed_over,
+)
 
 if TYPE_CHECKING:
     import duckdb
@@ -41,6 +53,20 @@ def connect(store: Path | str | None = None) -> duckdb.DuckDBPyConnection:
     return until_handed_over(path, attempt)
 
 
+@contextmanager
+def connected(store: Path | str | None = None) -> Iterator[duckdb.DuckDBPyConnection]:
+    """``connect()`` for the length of a block, in which DuckDB's errors are StoreErrors."""
+    import duckdb
+
+    con = connect(store)
+    try:
+        yield con
+    except duckdb.Error as error:
+        raise sql_error(error) from None
+    finally:
+        con.close()
+
+
 def _attach_collector(endpoint: Endpoint) -> duckdb.DuckDBPyConnection:
     import duckdb
 
@@ -52,12 +78,15 @@ def _attach_collector(endpoint: Endpoint) -> duckdb.DuckDBPyConnection:
     try:
         con.execute(f"CREATE MACRO in_store(q) AS TABLE FROM quack_query('{uri}', q, token = '{token}')")
         names = con.execute("FROM in_store(?)", [RELATIONS]).fetchall()
-        _create(con, "macros")
         for (name,) in names:
             con.execute(f"CREATE VIEW {name} AS FROM quack_query('{uri}', 'FROM {name}', token = '{token}')")
-    except duckdb.Error as error:
+        _create(con, "macros")  # some read tables
+    except (duckdb.IOException, duckdb.HTTPException) as error:
         con.close()
         raise HandOver(f"collector {endpoint.pid} does not answer ({str(error).splitlines()[0]})") from None
+    except BaseException:
+        con.close()
+        raise
     return con
 
 
@@ -75,13 +104,12 @@ def _attach_file(path: Path) -> duckdb.DuckDBPyConnection:
         if version is None:
             raise StoreError(f"{path} is empty; fill it with 'rlinsight train CONFIG'")
         con.execute("CREATE MACRO in_store(q) AS TABLE FROM query(q)")
-        _create(con, "macros")
         ours = {file.name for file in schema.files() if file.kind == "views"} if version == schema.VERSION else set()
         for (name,) in con.execute(RELATIONS).fetchall():
             if name not in ours:
                 con.execute(f"CREATE VIEW {name} AS FROM store.{name}")
         if ours:
-            _create(con, "views")
+            _create(con, "macros", "views")
     except duckdb.Error as error:
         con.close()
         if is_locked(error):
@@ -93,10 +121,10 @@ def _attach_file(path: Path) -> duckdb.DuckDBPyConnection:
     return con
 
 
-def _create(con: duckdb.DuckDBPyConnection, kind: str) -> None:
-    """This version's macros or views, as objects of the connection."""
+def _create(con: duckdb.DuckDBPyConnection, *kinds: str) -> None:
+    """This version's macros or views, as objects of the connection. They may need each other, in manifest order."""
     for file in schema.files():
-        if file.kind == kind:
+        if file.kind in kinds:
             con.execute(file.sql)
 
 

@@ -14,6 +14,7 @@ import typer
 
 from rlinsight import DEFAULT_STORE
 from rlinsight.errors import ConfigError, RlinsightError
+from rlinsight.store_cli import Store, export_app
 
 if TYPE_CHECKING:
     from rlinsight.config import Config
@@ -30,6 +31,7 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Show what a config resolves to, or every option there is.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
+app.add_typer(export_app, name="export")
 
 # Columns people scan first; `select * from runs` has the rest.
 RUNS = """
@@ -41,9 +43,6 @@ ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Changes to the file, e.g. trainer.total_steps=3", show_default=False),
-]
-Store = Annotated[
-    Path, typer.Option(envvar="RLINSIGHT_STORE", help="DuckDB file of all runs.", show_envvar=True, metavar="FILE")
 ]
 
 

@@ -217,6 +217,10 @@ def explain(store: Path, error: duckdb.Error) -> StoreError:
         return StoreError(
             f"{store} cannot be opened: permission denied; change its permissions or choose another --store"
         )
+    if "No space left" in message:
+        return StoreError(f"{store} cannot be written: the disk is full; free some space and start again")
+    if "Read-only file system" in message:
+        return StoreError(f"{store} is on a read-only file system; choose another --store")
     if re.search("not a valid DuckDB|Corrupt|checksum|not read enough|serializ", message, re.IGNORECASE):
         return StoreError(
             f"{store} is not a DuckDB file, or is damaged; nothing was changed. Move it away or choose another --store"
@@ -236,7 +240,7 @@ def check(sql: str) -> None:
     try:
         statements = duckdb.extract_statements(sql)
     except duckdb.Error as error:
-        raise _sql_error(error) from None
+        raise sql_error(error) from None
     # PIVOT without a list of values is parsed into two statements, the first without a text of its own.
     while len(statements) > 1 and statements[0].type == duckdb.StatementType.CREATE and not statements[0].query:
         statements = statements[1:]
@@ -312,7 +316,7 @@ def run(con: duckdb.DuckDBPyConnection, sql: str, params: Params | None, timeout
             f"the query took over {timeout_s:g} s and was stopped; narrow it with WHERE or LIMIT"
         ) from None
     except duckdb.Error as error:
-        raise _sql_error(error) from None
+        raise sql_error(error) from None
     finally:
         timer.cancel()
 
@@ -328,6 +332,6 @@ def _small_integers(table: pa.Table) -> pa.Table:
     return table
 
 
-def _sql_error(error: Exception) -> StoreError:
+def sql_error(error: Exception) -> StoreError:
     """DuckDB's message on one line, without its quotation of the statement."""
     return StoreError(" ".join(str(error).split("\n\nLINE")[0].split()))

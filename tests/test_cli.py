@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from rlinsight import cli, schema
+from rlinsight import cli, schema, store_cli
 
 SCRIPT = Path(sys.executable).with_name("rlinsight")
 QUICKSTART = str(Path(__file__).parents[1] / "configs" / "quickstart.yaml")
@@ -26,6 +26,7 @@ COMMANDS = [
     *(command.callback.__name__ for command in cli.app.registered_commands if command.callback),
     "config show",
     "config schema",
+    *(f"export {command.name}" for command in store_cli.export_app.registered_commands),
 ]
 
 

@@ -1,0 +1,79 @@
+"""The commands that look after a store: export it, and keep it small. Parses arguments; the work is done elsewhere.
+
+Heavy imports sit inside the commands, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rlinsight import DEFAULT_STORE
+
+if TYPE_CHECKING:
+    from rlinsight.export import FileFormat
+
+Store = Annotated[
+    Path, typer.Option(envvar="RLINSIGHT_STORE", help="DuckDB file of all runs.", show_envvar=True, metavar="FILE")
+]
+Run = Annotated[str | None, typer.Option("--run", metavar="RUN", help="That run alone; all runs when left out.")]
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.", show_default=False)]
+
+export_app = typer.Typer(
+    help="Take runs out of the store: Parquet, CSV, a trace for Perfetto, or OTLP to another endpoint.",
+    no_args_is_help=True,
+)
+
+
+@export_app.command("parquet")
+def export_parquet(folder: Folder, run: Run = None, store: Store = DEFAULT_STORE) -> None:
+    """Write every table and the main views as Parquet files.
+
+    \b
+    rlinsight export parquet backup
+    rlinsight export parquet my-run --run quickstart-20260131-101500-1f3a
+    """
+    _export_files(store, folder, "parquet", run)
+
+
+@export_app.command("csv")
+def export_csv(folder: Folder, run: Run = None, store: Store = DEFAULT_STORE) -> None:
+    """Write every table and the main views as CSV files.
+
+    \b
+    rlinsight export csv sheets --run quickstart-20260131-101500-1f3a
+    """
+    _export_files(store, folder, "csv", run)
+
+
+@export_app.command("perfetto")
+def export_perfetto(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A new file; *.gz is compressed.", show_default=False)],
+    run: Annotated[str, typer.Option("--run", metavar="RUN", help="The run.", show_default=False)],
+    store: Store = DEFAULT_STORE,
+) -> None:
+    """Write the spans of a run as a trace for https://ui.perfetto.dev or chrome://tracing.
+
+    \b
+    rlinsight export perfetto trace.json.gz --run quickstart-20260131-101500-1f3a
+    """
+    from rlinsight import perfetto
+
+    spans = perfetto.export(store, file, run)
+    typer.echo(f"{spans:,} spans of {run} in {file}; open it in https://ui.perfetto.dev")
+
+
+def _export_files(store: Path, folder: Path, form: FileFormat, run: str | None) -> None:
+    from rich.progress import Progress
+
+    from rlinsight.export import export
+
+    written = []
+    with Progress(transient=True) as progress:
+        bar = progress.add_task("", total=None)
+        for item in export(store, folder, form, run):
+            written.append(item)
+            progress.update(bar, description=item.name, completed=item.number, total=item.total)
+    typer.echo(f"{len(written)} files with {sum(item.rows for item in written):,} rows in {folder}")
