@@ -258,6 +258,12 @@ def test_linkage_is_whole_for_a_run_and_shows_what_is_torn_out(tmp_path):
         edges = dict(con.execute("SELECT edge, fraction FROM v_linkage").fetchall())
         assert len(edges) == 14
         assert set(edges.values()) == {1.0}
+    path = tmp_path / "serving.duckdb"
+    fill(path, Run(serving=True, replicas=2))
+    with duckdb.connect(str(path)) as con:
+        edges = dict(con.execute("SELECT edge, fraction FROM v_linkage").fetchall())
+        assert len(edges) == 16
+        assert set(edges.values()) == {1.0}
         con.execute("DELETE FROM group_prompts")
         torn = dict(con.execute("SELECT edge, fraction FROM v_linkage").fetchall())
         assert {edge for edge in torn if torn[edge] != 1.0} == {"rollout->group"}

@@ -25,6 +25,13 @@ CON = duckdb.connect()
 schema.apply(CON, Path(":memory:"))
 COLUMNS = schema.columns(CON)
 DECODER = Decoder(COLUMNS)
+RICH = Run(
+    steps=8,
+    failed_rollouts=1,
+    replicas=2,
+    serving=True,
+    faults=("stale_engine", "sync_failed", "rollout_error", "tool_error", "dropped_group"),
+)
 
 
 def _attributes(values: dict) -> list[KeyValue]:
@@ -70,7 +77,7 @@ def _only(decoded: Decoded, table: str) -> dict:
 def test_every_domain_column_is_filled_by_some_item_of_a_run():
     """No column of a domain table stays NULL over a whole synthetic run: each is reached by a projection or a fact."""
     filled: dict[str, set[str]] = {}
-    for request in requests(Run(failed_rollouts=1)):
+    for request in requests(RICH):
         decoded = getattr(DECODER, request.signal)(request.message, "b", 1)
         assert decoded.rejected == 0, decoded.problem
         for table, rows in decoded.rows.items():

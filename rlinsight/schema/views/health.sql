@@ -7,7 +7,7 @@ WITH said AS (
   -- Only the report written for a killed producer knows dropped_crash; a living one has lost nothing that way.
   SELECT * REPLACE (coalesce(dropped_crash, 0) AS dropped_crash) FROM producer_health QUALIFY row_number() OVER (PARTITION BY producer ORDER BY time_ns DESC) = 1
 ), stored AS (
-  SELECT producer, count(*) AS batches, sum(rows) AS rows, sum(items) AS items, sum(rejected) AS rejected, sum(bytes) AS bytes, max(committed_ns) AS last_ns
+  SELECT producer, count(*) AS batches, sum(rows) AS rows, sum(coalesce(items, rows)) AS items, sum(rejected) AS rejected, sum(bytes) AS bytes, max(committed_ns) AS last_ns
   FROM ingest_batches GROUP BY producer
 )
 SELECT h.run_id, h.attempt, coalesce(h.producer, s.producer) AS producer, h.service_name, h.rank, h.emitted, h.sent,
