@@ -170,7 +170,8 @@ def measure(store: Path, total: int, batch: int, connections: int) -> str:
         f"{stored:,} spans of 12 attributes ({len(pool[0]) / batch:.0f} bytes each) in {seconds:.1f} s: "
         f"**{stored / seconds:,.0f} spans/s**, each acknowledged after its commit and counted in the store afterwards.",
         f"{connections} connections, {batch} spans a request; collector on one core, "
-        f"{times.user + times.system:.0f} s of CPU time; memory {idle >> 20} MiB at the start, at most {progress.rss >> 20} MiB; "
+        f"{times.user + times.system:.0f} s of CPU time; memory {idle >> 20} MiB at the start, "
+        f"at most {progress.rss >> 20} MiB; "
         f"{store.stat().st_size / stored:.0f} bytes a span on disk.",
         "",
         "| spans stored | s for the latest million | CPU us a span |",

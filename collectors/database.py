@@ -25,14 +25,16 @@ from rlinsight.store import check, explain, is_locked
 LOCK_WAIT_S = (
     15.0  # readers hold a file while their query runs, a leaving collector until it has drained and checkpointed
 )
-# Each checkpoint packs the open row groups again: at DuckDB's default of 16 MB a span costs 11 us to insert, at this 7.
-CHECKPOINT_WAL_BYTES = 64 * 1024**2
 # DuckDB's caches grow to the limit and stay there; larger queries spill to disk. Training comes first.
 MEMORY_BYTES = 256 * 1024**2
 MEMORY_SHARE = 0.25  # of what the machine or the control group has, where that is less
 MAX_THREADS = 4  # of at most half the cores. On one core, two threads made an insert cost 29 us a span, one 8.
-# Nothing is downloaded.
-_CONFIG: dict[str, Any] = {"autoinstall_known_extensions": "false", "autoload_known_extensions": "false"}
+# Nothing is downloaded, and no commit makes a checkpoint: see checkpoints.py.
+_CONFIG: dict[str, Any] = {
+    "autoinstall_known_extensions": "false",
+    "autoload_known_extensions": "false",
+    "checkpoint_threshold": "1TB",
+}
 MAX_TEMP_BYTES = 10 * 1024**3
 
 
@@ -49,9 +51,11 @@ class Database:
             memory = min(MEMORY_BYTES, int(memory_bytes() * MEMORY_SHARE))
             self.con.execute(f"SET memory_limit = '{memory}B'")
             self.con.execute(f"SET threads = {max(1, min(len(os.sched_getaffinity(0)) // 2, MAX_THREADS))}")
-            self.con.execute(f"SET wal_autocheckpoint = '{CHECKPOINT_WAL_BYTES}B'")
             self.con.execute(f"SET max_temp_directory_size = '{MAX_TEMP_BYTES}B'")
             self._close_to_outside()
+        except duckdb.OperationalError as error:  # of the disk; any other is a bug
+            self.con.close()
+            raise explain(store, error) from None
         except BaseException:
             self.con.close()
             raise

@@ -11,6 +11,7 @@ import hashlib
 import json
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
@@ -281,6 +282,30 @@ class TrainerSection(Section):
     keep_checkpoints: int = Field(default=2, ge=1, description="newest checkpoints kept")
 
 
+class ScrapeTarget(Section):
+    """An endpoint in Prometheus' or OpenMetrics' text format, e.g. of a rollout engine's server."""
+
+    url: str = Field(description="http or https address, e.g. http://127.0.0.1:8000/metrics")
+    name: str = Field(pattern=r"^[A-Za-z0-9._-]+$", max_length=100, description="service.name of its metrics")
+    interval_s: float = Field(default=5.0, ge=0.1, le=3600, description="time between two scrapes")
+    labels: dict[str, str] = Field(default_factory=dict, description="resource attributes of its metrics")
+
+    @model_validator(mode="after")
+    def _url_is_usable(self) -> ScrapeTarget:
+        try:
+            parts = urlsplit(self.url)
+            usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            usable = False
+        if not usable:
+            raise ValueError(
+                f"url={self.url!r} is no http or https address; write one like http://127.0.0.1:8000/metrics"
+            )
+        if "@" in urlsplit(self.url).netloc:
+            raise ValueError("url holds credentials, which would be stored; scrape an address that needs none")
+        return self
+
+
 class TelemetrySection(Section):
     """What is recorded and where it is stored."""
 
@@ -291,6 +316,13 @@ class TelemetrySection(Section):
     token_arrays: bool = Field(
         default=True, description="record token ids, log-probs, entropy and masks of every token"
     )
+    token_decimals: int | None = Field(
+        default=5,
+        ge=1,
+        le=7,
+        description="decimals kept of log-probs, entropy and advantages of tokens, which take a third more on disk "
+        "without rounding; null keeps every bit",
+    )
     spool_bytes: int = Field(
         default=2 * 1024**3, ge=1024**2, description="cap on undelivered telemetry on disk, per process"
     )
@@ -300,6 +332,16 @@ class TelemetrySection(Section):
     system_metrics: bool = Field(
         default=True, description="CPU, memory, disk, network and GPUs of every process and machine"
     )
+    scrape: list[ScrapeTarget] = Field(
+        default_factory=list, description="metrics endpoints the collector scrapes while the run lasts"
+    )
+
+    @model_validator(mode="after")
+    def _target_names_differ(self) -> TelemetrySection:
+        names = [target.name for target in self.scrape]
+        if len(set(names)) < len(names):
+            raise ValueError(f"scrape names {', '.join(names)} repeat; give each target a name of its own")
+        return self
 
 
 class Config(Section):

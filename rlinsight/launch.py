@@ -281,6 +281,7 @@ def _recorded(config: Config, job: Job) -> Iterator[_End]:
         lane="controller",
         text=config.telemetry.text,
         token_arrays=config.telemetry.token_arrays,
+        token_decimals=config.telemetry.token_decimals,
         spool_bytes=config.telemetry.spool_bytes,
         metrics_interval_s=config.telemetry.metrics_interval_s,
         system=config.telemetry.system_metrics,

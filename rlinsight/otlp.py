@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
+import numpy as np
 from opentelemetry._logs import LogRecord
 from opentelemetry.attributes import BoundedAttributes
 from opentelemetry.context import Context
@@ -57,6 +58,10 @@ TEXT_PREFIXES = (  # one attribute per message, document or value
     *("retrieval.documents", "reranker.input_documents", "reranker.output_documents", "embedding.embeddings"),
 )
 TOKEN_KEYS = frozenset({names.PROMPT_TOKEN_IDS, names.TOKEN_IDS, names.TOKEN_PIECES})  # these decode to the text
+FLOAT_ARRAYS = frozenset(
+    {names.ROLLOUT_LOG_PROBS, names.OLD_LOG_PROBS_ARRAY, names.LOG_PROBS_ARRAY, names.REF_LOG_PROBS_ARRAY}
+    | {names.ENTROPY_ARRAY, names.ADVANTAGES_ARRAY}
+)
 EXCEPTION_NAME = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Warning)(?=:|$)")
 PLAIN_TYPES = frozenset({str, bytes, bool, int, float})
 INT64 = range(-(2**63), 2**63)
@@ -76,13 +81,21 @@ class Encoder:
 
     ``text`` full keeps texts; redacted replaces each by its length and hash; off removes them. Both of the latter also
     remove token ids and pieces, which decode to the text, and cut exceptions to their type. ``token_arrays=False``
-    removes every byte attribute and the pieces. A value OTLP cannot hold is left out and counted in the message's
+    removes every byte attribute and the pieces. ``token_decimals`` rounds the floating arrays of tokens, which is what
+    lets a store pack them; None sends every bit. A value OTLP cannot hold is left out and counted in the message's
     dropped_attributes_count.
     """
 
-    def __init__(self, resource: Resource, text: TextMode = "full", token_arrays: bool = True) -> None:
+    def __init__(
+        self,
+        resource: Resource,
+        text: TextMode = "full",
+        token_arrays: bool = True,
+        token_decimals: int | None = None,
+    ) -> None:
         self._text = text
         self._token_arrays = token_arrays
+        self._token_decimals = token_decimals
         self._censoring = text != "full" or not token_arrays
         self.resource = _Resource(self._attributes(resource.attributes), resource.schema_url)
 
@@ -158,12 +171,24 @@ class Encoder:
 
     def _record(self, item: ReadableLogRecord) -> ReadableLogRecord:
         record = copy.copy(item.log_record)
-        record.attributes = self._attributes(record.attributes, item.dropped_attributes)
+        record.attributes = self._attributes(self._rounded(record.attributes or {}), item.dropped_attributes)
         if record.body is not None:
             # Whatever a library logs may quote what it works on.
             body = _sendable(record.body)
             record.body = body if self._text == "full" else self._hide(body)
         return ReadableLogRecord(record, self.resource, item.instrumentation_scope)
+
+    def _rounded(self, attributes: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Attributes with their floating arrays rounded; an array that is none goes as it is."""
+        arrays = FLOAT_ARRAYS & attributes.keys() if self._token_decimals is not None else ()
+        rounded = {}
+        for key in arrays:
+            value = attributes[key]
+            if isinstance(value, bytes) and len(value) % 4 == 0:
+                # By way of float64: the nearest float32 to the decimal, the same for equal inputs.
+                exact = np.frombuffer(value, "<f4").astype(np.float64)
+                rounded[key] = exact.round(self._token_decimals).astype("<f4").tobytes()
+        return {**attributes, **rounded} if rounded else attributes
 
     def _status(self, status: Status) -> Status:
         if status.description is None:

@@ -73,6 +73,7 @@ def setup(
     lane: str | None = None,
     text: TextMode = "full",
     token_arrays: bool = True,
+    token_decimals: int | None = None,
     spool_bytes: int = 2 * 1024**3,
     metrics_interval_s: float = 5.0,
     system: bool = False,
@@ -102,7 +103,7 @@ def setup(
         names.PROCESS_ID: os.getpid(),
         **(resource or {}),
     }
-    encoder = Encoder(Resource.create(who, names.SCHEMA_URL), text, token_arrays)
+    encoder = Encoder(Resource.create(who, names.SCHEMA_URL), text, token_arrays, token_decimals)
     try:
         owner = encoder.resource.to_json(indent=None).encode()
         segments = Segments.create(Path(spool_dir), producer, spool_bytes, owner)

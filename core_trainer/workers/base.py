@@ -43,6 +43,7 @@ class Worker:
             world_size=place.world_size,
             text=section.text,
             token_arrays=section.token_arrays,
+            token_decimals=section.token_decimals,
             spool_bytes=section.spool_bytes,
             metrics_interval_s=section.metrics_interval_s,
             system=section.system_metrics,
