@@ -14,7 +14,7 @@ import typer
 
 from rlinsight import DEFAULT_STORE
 from rlinsight.errors import ConfigError, RlinsightError
-from rlinsight.store_cli import Store, export_app
+from rlinsight.store_cli import Store, export_app, rebuild
 
 if TYPE_CHECKING:
     from rlinsight.config import Config
@@ -32,6 +32,7 @@ app = typer.Typer(
 config_app = typer.Typer(help="Show what a config resolves to, or every option there is.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(export_app, name="export")
+app.command()(rebuild)
 
 # Columns people scan first; `select * from runs` has the rest.
 RUNS = """

@@ -205,6 +205,15 @@ def missing(store: Path) -> StoreError:
     return StoreError(f"no store at {store}; start one with 'rlinsight train CONFIG', or name it with --store")
 
 
+def require_at_rest(store: Path) -> None:
+    """Raises StoreError when there is no store, or a collector serves it."""
+    if not store.is_file():
+        raise missing(store)
+    endpoint = read_endpoint(store)
+    if endpoint is not None:
+        raise StoreError(f"a collector (process {endpoint.pid}) serves {store}; stop it, or wait until its runs end")
+
+
 def is_locked(error: Exception) -> bool:
     """Whether DuckDB could not open a file because another process has it."""
     return "Could not set lock" in str(error)

@@ -13,6 +13,8 @@ import typer
 from rlinsight import DEFAULT_STORE
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from rlinsight.export import FileFormat
 
 Store = Annotated[
@@ -65,15 +67,40 @@ def export_perfetto(
     typer.echo(f"{spans:,} spans of {run} in {file}; open it in https://ui.perfetto.dev")
 
 
-def _export_files(store: Path, folder: Path, form: FileFormat, run: str | None) -> None:
-    from rich.progress import Progress
+def rebuild(store: Store = DEFAULT_STORE) -> None:
+    """Make the domain tables (runs, steps, rollouts, ...) anew from the raw OpenTelemetry rows.
 
+    \b
+    rlinsight rebuild
+
+    For a store that was written by an older version, or whose tables were edited by hand. All or nothing; not while a
+    collector runs.
+    """
+    from collectors.rebuild import rebuild
+
+    with _progress() as progress:
+        bar = progress.add_task("raw rows", total=None)
+        done = rebuild(store, lambda items, total: progress.update(bar, completed=items, total=total))
+    lost = f"; {done.incomplete} of them had lost their token arrays" if done.incomplete else ""
+    typer.echo(f"{done.rows:,} rows from {done.items:,} spans and log records{lost}")
+
+
+def _export_files(store: Path, folder: Path, form: FileFormat, run: str | None) -> None:
     from rlinsight.export import export
 
     written = []
-    with Progress(transient=True) as progress:
+    with _progress() as progress:
         bar = progress.add_task("", total=None)
         for item in export(store, folder, form, run):
             written.append(item)
             progress.update(bar, description=item.name, completed=item.number, total=item.total)
     typer.echo(f"{len(written)} files with {sum(item.rows for item in written):,} rows in {folder}")
+
+
+def _progress() -> Progress:
+    """A bar on a terminal that is gone afterwards; nothing elsewhere."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    return Progress(console=console, transient=True, disable=not console.is_terminal)
