@@ -6,6 +6,7 @@ Owns who a batch is from and what the sender is told. Does not know either trans
 from __future__ import annotations
 
 import hashlib
+import re
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportM
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 
 from collectors.decode import Decoded, Decoder
+from collectors.limits import check_request, check_rows
 from collectors.payload import PayloadError, Signal, parse
 from collectors.writer import Batch, Overloaded, Writer
 
@@ -64,12 +66,23 @@ class Intake:
         if not self._writer.has_room():
             raise Overloaded(f"{self._writer.queued_batches} batches are waiting for the store")
 
-    def take(self, signal: Signal, body: bytes, content_type: str, producer: str | None, seq: str | None) -> Accepted:
-        """Decode a body and queue it. Raises PayloadError or Overloaded."""
-        self.last_ns = time.monotonic_ns()
+    def take(
+        self,
+        signal: Signal,
+        body: bytes,
+        content_type: str,
+        producer: str | None,
+        seq: str | None,
+        *,
+        external: bool = True,
+    ) -> Accepted:
+        """Decode a body and queue it; one of our own is no sign of a living sender. Raises PayloadError, Overloaded."""
+        if external:
+            self.last_ns = time.monotonic_ns()
         received_ns = time.time_ns()
         number = _number(producer, seq)
         request = parse(signal, body, content_type)
+        check_request(signal, request)
         if producer is not None and number is not None:
             batch_id = f"{producer}/{signal}/{number}"
         else:
@@ -77,6 +90,7 @@ class Intake:
             batch_id = f"{signal}/sha256:{hashlib.sha256(body).hexdigest()}"
         decode = {"traces": self._decoder.traces, "logs": self._decoder.logs, "metrics": self._decoder.metrics}[signal]
         decoded = decode(request, batch_id, received_ns)
+        check_rows(decoded.rows, len(body))
         batch = Batch(batch_id, producer, number, signal, len(body), received_ns, decoded)
         return Accepted(signal, decoded, self._writer.submit(batch))
 
@@ -85,6 +99,6 @@ def _number(producer: str | None, seq: str | None) -> int | None:
     """The sequence number of an identified sender. Half an identity is refused: it would be stored twice on a retry."""
     if producer is None and seq is None:
         return None
-    if not producer or not (seq or "").isascii() or not (seq or "").isdigit() or int(seq or "") >= 2**63:
+    if not producer or not re.fullmatch(r"[0-9]{1,19}", seq or "") or int(seq or "") >= 2**63:
         raise PayloadError(400, f"{PRODUCER_HEADER}={producer!r} and {SEQ_HEADER}={seq!r} must be a name and a number")
     return int(seq or "")

@@ -1,11 +1,21 @@
-"""How much memory this process may use: the machine's, or its control group's where that is lower."""
+"""How much memory there is, and what would take too much of it. Pure, but for reading the control group's files."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import psutil
+from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric
 
+from collectors.payload import PayloadError, Signal
+
+# What one request may become. DuckDB stores twice the rows, and values of this size, within the 256 MiB it is given.
+MAX_SHARED_BYTES = 64 * 1024**2
+MAX_ROW_BYTES = 64 * 1024**2
+MAX_VALUE_BYTES = 32 * 1024**2
+SMALL_BODY_BYTES = 4 * 1024**2  # cannot become as much: JSON makes six bytes of one at most
 CGROUPS = Path("/proc/self/cgroup")  # lines "hierarchy:controllers:path"; version 2 has one, "0::path"
 MOUNT = Path("/sys/fs/cgroup")
 
@@ -44,3 +54,52 @@ def _limit_files(cgroups: Path, mount: Path) -> list[Path]:
         group = PurePosixPath(path.lstrip("/"))
         files += [root / ancestor / name for ancestor in (group, *group.parents)]
     return files
+
+
+def check_request(signal: Signal, request: Any) -> None:
+    """Raises PayloadError 413 when what the items of a request share is too much once it stands in every row.
+
+    A few megabytes on the wire could be terabytes in the store: one large resource with many small spans.
+    """
+    shared = _shared_bytes(signal, request)
+    if shared > MAX_SHARED_BYTES:
+        raise PayloadError(
+            413, f"resource and scope, repeated in every row, take {shared >> 20} MiB; send smaller batches"
+        )
+
+
+def check_rows(rows: Mapping[str, Sequence[tuple]], body_bytes: int) -> None:
+    """Raises PayloadError 413 when the rows of a body are more than the store takes in one transaction."""
+    if body_bytes <= SMALL_BODY_BYTES:
+        return
+    sizes = [len(value) for table in rows.values() for row in table for value in row if isinstance(value, (str, bytes))]
+    if sum(sizes) > MAX_ROW_BYTES or max(sizes, default=0) > MAX_VALUE_BYTES:
+        raise PayloadError(413, f"the body takes {sum(sizes) >> 20} MiB in the store; send smaller batches")
+
+
+def _shared_bytes(signal: Signal, request: Any) -> int:
+    total = 0
+    for resource_items in getattr(request, f"resource_{_KINDS[signal][0]}"):
+        of_resource = resource_items.resource.ByteSize()
+        for scope_items in getattr(resource_items, f"scope_{_KINDS[signal][0]}"):
+            shared = of_resource + scope_items.scope.ByteSize()
+            items = getattr(scope_items, _KINDS[signal][1])
+            total += shared * len(items)
+            if signal == "metrics":
+                total += sum(_shared_by_points(metric, shared) for metric in items)
+    return total
+
+
+def _shared_by_points(metric: Metric, shared: int) -> int:
+    kind = metric.WhichOneof("data")
+    if kind is None:
+        return 0
+    of_stream = len(metric.name) + len(metric.description) + sum(entry.ByteSize() for entry in metric.metadata)
+    return (shared + of_stream) * len(getattr(metric, kind).data_points)
+
+
+_KINDS: dict[Signal, tuple[str, str]] = {
+    "traces": ("spans", "spans"),
+    "logs": ("logs", "log_records"),
+    "metrics": ("metrics", "metrics"),
+}

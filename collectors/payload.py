@@ -17,6 +17,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 Signal = Literal["traces", "logs", "metrics"]
 SIGNALS: tuple[Signal, ...] = get_args(Signal)
 MAX_BODY_BYTES = 16 * 1024**2  # of a request, before and after decompression
+MAX_MEMBERS = 64  # gzip allows several, one after the other; each costs a copy of the rest
 PROTOBUF = "application/x-protobuf"
 JSON = "application/json"
 
@@ -42,16 +43,21 @@ def decompress(body: bytes, encoding: str) -> bytes:
         return body
     if encoding not in ("gzip", "deflate"):
         raise PayloadError(415, f"content-encoding {encoding!r} is not supported; send gzip, deflate or identity")
-    inflater = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)  # detects gzip and zlib headers
-    try:
-        data = inflater.decompress(body, MAX_BODY_BYTES + 1)
-    except zlib.error as error:
-        raise PayloadError(400, f"{encoding} body cannot be decompressed: {error}") from None
-    if len(data) > MAX_BODY_BYTES:
-        raise PayloadError(413, f"decompressed body is over {MAX_BODY_BYTES} bytes; send smaller batches")
-    if not inflater.eof:
-        raise PayloadError(400, f"{encoding} body is cut short")
-    return data
+    data, rest = bytearray(), body
+    for _ in range(MAX_MEMBERS):
+        inflater = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)  # detects gzip and zlib headers
+        try:
+            data += inflater.decompress(rest, MAX_BODY_BYTES + 1 - len(data))
+        except zlib.error as error:
+            raise PayloadError(400, f"{encoding} body cannot be decompressed: {error}") from None
+        if len(data) > MAX_BODY_BYTES:
+            raise PayloadError(413, f"decompressed body is over {MAX_BODY_BYTES} bytes; send smaller batches")
+        if not inflater.eof:
+            raise PayloadError(400, f"{encoding} body is cut short")
+        rest = inflater.unused_data
+        if not rest:
+            return bytes(data)
+    raise PayloadError(400, f"{encoding} body has over {MAX_MEMBERS} members; compress it in one piece")
 
 
 def parse(signal: Signal, body: bytes, content_type: str) -> Message:

@@ -22,6 +22,7 @@ from typing import Any
 import uvicorn
 
 from collectors import otlp_grpc, otlp_http, systemd, tokens
+from collectors.checkpoints import Checkpoints
 from collectors.database import Database
 from collectors.decode import Decoder
 from collectors.intake import Intake
@@ -97,17 +98,18 @@ def run(store: Path, owner_pids: Sequence[int], listen: Listen) -> None:
         stack.enter_context(_published(store, endpoint))
         logger.info("collecting into %s: OTLP/HTTP %s, OTLP/gRPC %s", store, endpoint.http, endpoint.grpc)
         systemd.notify("READY=1", f"STATUS=OTLP/HTTP {endpoint.http}, OTLP/gRPC {endpoint.grpc}")
-        _wait(stop, writer, owners, intake)
+        _wait(stop, writer, owners, intake, Checkpoints(store, writer))
         systemd.notify("STOPPING=1")
     if writer.failure:
         raise CollectorError(f"{store} cannot be written any more: {writer.failure}")
 
 
-def _wait(stop: threading.Event, writer: Writer, owners: Owners, intake: Intake) -> None:
+def _wait(stop: threading.Event, writer: Writer, owners: Owners, intake: Intake, checkpoints: Checkpoints) -> None:
     """Return when there is a reason to leave."""
     while not stop.wait(POLL_S):
         if writer.failure:
             return
+        checkpoints.look()
         abandoned_s = owners.abandoned_s()
         if abandoned_s is None:
             continue

@@ -189,11 +189,15 @@ class Writer:
         return group, None
 
     def _store(self, group: list[Batch]) -> None:
-        """Commit a group; when that fails for its content, batch by batch, so that one bad batch harms no other."""
+        """Commit a group; when its content or size is why that fails, batch by batch: one bad batch harms no other."""
         try:
             stored = self._transaction(group)
         except (duckdb.OperationalError, duckdb.InternalError, duckdb.FatalException) as error:
-            self._give_up(group, error)
+            if isinstance(error, duckdb.OutOfMemoryException) and len(group) > 1:
+                for batch in group:
+                    self._store([batch])
+            else:
+                self._give_up(group, error)
         except Exception as error:
             if len(group) == 1:
                 logger.exception("batch %s cannot be stored", group[0].batch_id)

@@ -20,24 +20,27 @@ import pyarrow.dataset  # noqa: F401  duckdb imports it at its first Arrow inser
 from collectors.decode import Decoder
 from collectors.writer import Batch, Writer
 from rlinsight import schema
+from tests.promises.support import wait_for_commits
 from tests.synthetic import Request, Run, batch, requests
 
 IN_FLIGHT = 4
+WINDOW_S = 0.01  # a commit or two
 
 
-def live(store: Path, acks: Path, ready: int) -> None:
+def live(store: Path, acks: Path, content: list[Request], ready: int) -> None:
     """Submit batches forever, a few in flight so that groups form."""
     acknowledged = len(acks.read_text().split()) if acks.exists() else 0
     log = os.open(acks, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    new = not store.exists()
     con = duckdb.connect(str(store))
-    schema.apply(con, store)
+    if new:
+        schema.apply(con, store)
     columns = schema.columns(con)
     decoder, writer = Decoder(columns), Writer(con, columns)
     writer.start()
     os.write(ready, b".")
-    content = cycle(list(requests(Run(steps=1, groups=1, group_size=2))))
     flying: list[Batch] = []
-    for seq, request in enumerate(content):
+    for seq, request in enumerate(cycle(content)):
         if seq < acknowledged:
             continue
         flying.append(batch(decoder, Request(request.signal, request.message, "p", seq)))
@@ -51,17 +54,20 @@ def live(store: Path, acks: Path, ready: int) -> None:
 def main() -> None:
     store, acks, points, seed = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     random_ = random.Random(seed)
-    for _ in range(points):
+    content = list(requests(Run(steps=1, groups=1, group_size=2)))
+    for point in range(points):
         listen, ready = os.pipe()
         pid = os.fork()
         if pid == 0:
-            live(store, acks, ready)
+            live(store, acks, content, ready)
         os.read(listen, 1)
-        time.sleep(random_.uniform(0, 0.25))
+        wait_for_commits(store, random_.randint(0, 4))
+        time.sleep(random_.uniform(0, WINDOW_S))
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         os.close(listen)
         os.close(ready)
+        print(point, flush=True)
 
 
 if __name__ == "__main__":
