@@ -42,7 +42,7 @@ def requests(run: Run) -> Iterator[Request]:
         code = {"finished": 0, "failed": 1, "interrupted": 130}[run.status]
         facts = {names.STATUS: run.status, names.EXIT_CODE: code, names.REASON: run.reason or "done"}
         controller.event(names.RUN_END, step_start, facts)
-    _health(controller, step_start, run)
+    _health(controller, time.time_ns() if "hung" in run.faults else step_start, run)
     yield from flush(controller, *policies)
     yield policies[0].gauge("process.memory", step_start, 1.5e9)
 

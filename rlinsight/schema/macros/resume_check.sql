@@ -1,5 +1,6 @@
 -- Did a resume continue the run? Per resume and metric, the mean of the window_steps steps before the checkpoint and of those after it. jump:
--- they differ by over six standard deviations of the 20 steps before and by over a tenth. Times and speeds (perf/) are left out.
+-- they differ by over six standard deviations of the 20 steps before and by over a tenth; a metric that was constant jumps when it is
+-- constant at another value. Times and speeds (perf/) are left out.
 -- Example: FROM resume_check('my-run') WHERE jump;
 CREATE OR REPLACE MACRO resume_check(run, window_steps := 3) AS TABLE
 WITH current AS (
@@ -12,9 +13,11 @@ WITH current AS (
 ), compared AS (
   SELECT r.attempt, r.checkpoint, c.name, avg(c.value) FILTER (c.step BETWEEN r.checkpoint - window_steps + 1 AND r.checkpoint) AS before,
     avg(c.value) FILTER (c.step BETWEEN r.checkpoint + 1 AND r.checkpoint + window_steps) AS after,
-    stddev_samp(c.value) FILTER (c.step BETWEEN r.checkpoint - 19 AND r.checkpoint) AS spread
+    stddev_samp(c.value) FILTER (c.step BETWEEN r.checkpoint - 19 AND r.checkpoint) AS spread,
+    stddev_samp(c.value) FILTER (c.step > r.checkpoint) AS spread_after
   FROM resumes r JOIN current c ON c.step BETWEEN r.checkpoint - 19 AND r.checkpoint + window_steps
   WHERE isfinite(c.value) GROUP BY ALL
 )
-SELECT attempt, checkpoint, name, before, after, spread, abs(after - before) > 6 * coalesce(spread, 0) AND abs(after - before) > 0.1 * abs(before) AS jump
+SELECT attempt, checkpoint, name, before, after, spread, abs(after - before) > 0.1 * abs(before)
+    AND CASE WHEN spread > 0 THEN abs(after - before) > 6 * spread ELSE spread_after = 0 END AS jump
 FROM compared ORDER BY attempt, name;

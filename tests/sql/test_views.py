@@ -1,0 +1,163 @@
+"""Views over time: what must add up does, for any shape of spans, and equals a naive loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlinsight import schema
+
+CON = duckdb.connect()
+schema.apply(CON, Path(":memory:"))
+
+WALL = 40
+KEY = {"run_id": "r", "attempt": 1, "step": 1}
+PRIORITY = ["productive", "overhead", "wasted", "idle"]
+
+
+@pytest.fixture(autouse=True)
+def _empty():
+    """Nothing of another test."""
+    _clear()
+
+
+def _clear() -> None:
+    for table in ("steps", "otel_spans", "turns", "serving_requests", "weight_syncs", "worker_calls", "span_starts"):
+        CON.execute(f"DELETE FROM {table}")
+
+
+def _insert(table: str, *rows: dict[str, Any]) -> None:
+    for row in rows:
+        CON.execute(f"INSERT INTO {table} BY NAME SELECT {', '.join(f'? AS {key}' for key in row)}", list(row.values()))
+
+
+def _span(span_id: str, start: int, end: int, **facts: Any) -> dict[str, Any]:
+    raw = {"trace_id": "t", "batch_id": "b", "ingest_ns": 1, "name": span_id, "lane": "x"}
+    return raw | KEY | {"span_id": span_id, "start_ns": start, "end_ns": end} | facts
+
+
+leaves = st.lists(
+    st.tuples(st.sampled_from("ab"), st.sampled_from(PRIORITY), st.integers(-5, WALL + 5), st.integers(0, 20)),
+    max_size=10,
+)
+
+
+@given(leaves)
+@settings(max_examples=50, deadline=None)
+def test_goodput_adds_up_to_the_step(found):
+    """Buckets and unattributed are the step to the nanosecond, together and by lane, as a loop over moments."""
+    _clear()
+    _insert("steps", KEY | {"trace_id": "t", "span_id": "s", "start_ns": 0, "end_ns": WALL})
+    for i, (lane, bucket, start, length) in enumerate(found):
+        _insert("otel_spans", _span(f"{i}", start, start + length, lane=lane, bucket=bucket))
+
+    def naive(lanes: str) -> dict[str, int]:
+        spent = dict.fromkeys([*PRIORITY, "unattributed"], 0)
+        for t in range(WALL):
+            held = {bucket for lane, bucket, start, length in found if lane in lanes and start <= t < start + length}
+            spent[next((bucket for bucket in PRIORITY if bucket in held), "unattributed")] += 1
+        return spent
+
+    sql = "SELECT wall_ns, productive_ns, overhead_ns, wasted_ns, idle_ns, unattributed_ns FROM goodput"
+    ((wall, *parts),) = CON.execute(sql).fetchall()
+    assert dict(zip([*PRIORITY, "unattributed"], parts, strict=True)) == naive("ab")
+    assert sum(parts) == wall == WALL
+    by_lane = CON.execute("SELECT lane, bucket, ns FROM goodput_by_lane").fetchall()
+    for lane in {lane for lane, *_ in by_lane}:
+        assert {bucket: ns for owner, bucket, ns in by_lane if owner == lane} == {
+            b: n for b, n in naive(lane).items() if n
+        }
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> list[tuple[int, int, int, int]]:
+    """Spans as (id, parent, start, end) under span 0, the step; children may stick out of their parents."""
+    spans = []
+    for i in range(1, draw(st.integers(0, 9)) + 1):
+        start = draw(st.integers(-3, WALL))
+        spans.append((i, draw(st.integers(0, i - 1)), start, start + draw(st.integers(0, 25))))
+    return spans
+
+
+def _critical(spans: list[tuple[int, int, int, int]], node: int, floor: int, ts: int) -> list[tuple[int, int, int]]:
+    """Slices (start, end, id) of ``node`` between floor and ts, latest first."""
+    slices = []
+    while ts > floor:
+        inside = [s for s in spans if s[1] == node and s[2] < ts and s[3] > floor and s[2] < s[3]]
+        if not inside:
+            return [*slices, (floor, ts, node)]
+        child = max(inside, key=lambda s: (min(s[3], ts), -s[2], s[0]))
+        end, start = min(child[3], ts), max(child[2], floor)
+        if end < ts:
+            slices.append((end, ts, node))
+        slices += _critical(spans, child[0], start, end)
+        ts = start
+    return slices
+
+
+@given(trees())
+@settings(max_examples=60, deadline=None)
+def test_the_critical_path_follows_who_ended_last(spans):
+    """Its slices cover the step without hole or overlap, and are those of a recursive walk back from the end."""
+    _clear()
+    _insert("steps", KEY | {"trace_id": "t", "span_id": "0", "start_ns": 0, "end_ns": WALL})
+    _insert("otel_spans", _span("0", 0, WALL))
+    for i, parent, start, end in spans:
+        _insert("otel_spans", _span(f"{i}", start, end, parent_span_id=f"{parent}"))
+    found = CON.execute("SELECT start_ns, end_ns, span_id::INT FROM critical_path('r') ORDER BY 1").fetchall()
+    assert found == sorted(_critical(spans, 0, 0, WALL))
+    assert sum(end - start for start, end, _ in found) == WALL
+
+
+def test_the_critical_path_of_two_ranks_is_the_slower_one():
+    """A phase of two worker calls, 2-8 and 2-9: the path is phase, slower call, phase, then the step's rest."""
+    _insert("steps", KEY | {"trace_id": "t", "span_id": "step", "start_ns": 0, "end_ns": 12})
+    _insert("otel_spans", _span("step", 0, 12), _span("phase", 1, 10, parent_span_id="step"))
+    for call, end in (("fast", 8), ("slow", 9)):
+        _insert("otel_spans", _span(call, 2, end, parent_span_id="phase"))
+    found = CON.execute("SELECT name, dur, depth FROM critical_path('r', first_step := 1, last_step := 1)").fetchall()
+    assert found == [("step", 1, 0), ("phase", 1, 1), ("slow", 7, 2), ("phase", 1, 1), ("step", 2, 0)]
+
+
+def test_turns_find_their_engine_request_by_id_or_by_parent():
+    """By the request's id, else by its span under the turn's; a turn stays one row when a request was sent twice."""
+    for i, request in enumerate(("q0", "q1", None)):
+        _insert("turns", KEY | {"rollout_id": f"{i}", "request_id": request, "trace_id": "t", "span_id": f"turn{i}"})
+    for _ in range(2):
+        _insert("serving_requests", KEY | {"request_id": "q0", "span_id": "a", "queue_s": 0.5, "end_ns": 1})
+    other = KEY | {
+        "request_id": "chatcmpl-q1-0",
+        "trace_id": "t",
+        "span_id": "b",
+        "parent_span_id": "turn1",
+        "ttft_s": 2.0,
+    }
+    _insert("serving_requests", other)
+    found = CON.execute("SELECT rollout_id, request_span_id, queue_s, ttft_s FROM turn_requests ORDER BY 1").fetchall()
+    assert found == [("0", "a", 0.5, None), ("1", "b", None, 2.0), ("2", None, None, None)]
+
+
+def test_a_replica_that_joins_later_owes_no_earlier_version():
+    """Replica b first gets version 2: version 1 is not missing there; version 3 is, which only a got."""
+    for version, replica in ((1, "a"), (2, "a"), (2, "b"), (3, "a")):
+        facts = {"policy_version": version, "replica": replica, "end_ns": version, "span_id": f"{version}{replica}"}
+        _insert("weight_syncs", KEY | facts)
+    found = CON.execute("SELECT policy_version, replica, problem FROM sync_health('r') WHERE problem IS NOT NULL")
+    assert found.fetchall() == [(3, "b", "missing")]
+
+
+def test_a_rank_counts_from_the_start_of_its_call():
+    """Rank 1 has begun the call and not ended it, so it is there. Rank 2, seen in step 1, did not begin it in step 2."""
+    call = {"method": "update", "lane": "policy/0", "start_ns": 5}
+    for rank in range(3):
+        _insert("worker_calls", KEY | call | {"rank": rank, "span_id": f"1{rank}"})
+    _insert("worker_calls", KEY | call | {"step": 2, "rank": 0, "span_id": "20"})
+    started = KEY | call | {"step": 2, "rank": 1, "span_id": "21", "name": "rl.worker.call"}
+    _insert("span_starts", started)
+    found = CON.execute("SELECT step, rank, calls, expected_calls FROM missing_ranks('r')").fetchall()
+    assert found == [(2, 2, 0, 1)]
