@@ -24,10 +24,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from collectors import scrape_routes
 from collectors.intake import PRODUCER_HEADER, SEQ_HEADER, Intake
 from collectors.monitor import CONTENT_TYPE, Monitor
 from collectors.owners import Owners
 from collectors.payload import JSON, MAX_BODY_BYTES, PROTOBUF, SIGNALS, PayloadError, Signal, decompress
+from collectors.scrape import Scraper
 from collectors.writer import BatchRefused, Overloaded, StoreFailed
 from rlinsight import store
 from rlinsight.errors import StoreError
@@ -46,6 +48,7 @@ def app(
     intake: Intake,
     owners: Owners,
     monitor: Monitor,
+    scraper: Scraper,
     cursor: Callable[[], duckdb.DuckDBPyConnection],
     token: str,
     open_to_loopback: bool,
@@ -131,6 +134,7 @@ def app(
         *(Route(f"/v1/{signal}", receive(signal), methods=["POST"]) for signal in SIGNALS),
         Route("/v1/sql", sql, methods=["POST"]),
         Route("/v1/owners", own, methods=["POST", "DELETE"]),
+        *scrape_routes.routes(scraper, lambda request: _authorize(request, token), _json),
         Route("/healthz", healthz, methods=["GET"]),
         Route("/readyz", readyz, methods=["GET"]),
         Route("/metrics", metrics, methods=["GET"]),
