@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlinsight import DEFAULT_STORE
+from rlinsight.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -65,6 +66,47 @@ def export_perfetto(
 
     spans = perfetto.export(store, file, run)
     typer.echo(f"{spans:,} spans of {run} in {file}; open it in https://ui.perfetto.dev")
+
+
+@export_app.command("otlp")
+def export_otlp(
+    endpoint: Annotated[str, typer.Argument(metavar="URL", help="Base URL of OTLP over HTTP.", show_default=False)],
+    run: Run = None,
+    header: Annotated[
+        list[str] | None,
+        typer.Option("--header", metavar="NAME=VALUE", help="Sent with every request, e.g. Authorization=Bearer ..."),
+    ] = None,
+    store: Store = DEFAULT_STORE,
+) -> None:
+    """Send everything again as OTLP, to another collector or any OpenTelemetry backend.
+
+    \b
+    rlinsight export otlp http://127.0.0.1:4318
+    rlinsight export otlp https://otlp.example.org --run quickstart-20260131-101500-1f3a --header api-key=...
+
+    Another rlinsight store takes nothing twice, however often it is repeated.
+    """
+    from rlinsight.replay import replay
+
+    headers = dict(_header(text) for text in header or ())
+    with _progress() as progress:
+        bar = progress.add_task("items", total=None)
+        done = replay(
+            store, endpoint, run, headers, lambda items, total: progress.update(bar, completed=items, total=total)
+        )
+    text = f"{done.items:,} items in {done.requests:,} requests sent to {endpoint}"
+    if done.rejected:
+        text += f", {done.rejected:,} refused ({done.problem})"
+    if done.incomplete:
+        text += f", {done.incomplete:,} without the token arrays the store had lost"
+    typer.echo(text)
+
+
+def _header(text: str) -> tuple[str, str]:
+    name, separator, value = text.partition("=")
+    if not separator or not name.strip():
+        raise ConfigError(f"--header {text!r} is not of the form NAME=VALUE")
+    return name.strip(), value.strip()
 
 
 def rebuild(store: Store = DEFAULT_STORE) -> None:
