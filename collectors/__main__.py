@@ -5,9 +5,19 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 
 from rlinsight.errors import RlinsightError
+
+
+class _NoPandas(MetaPathFinder):
+    """pyarrow and DuckDB import pandas wherever it is installed: 50 MB of memory that nothing here uses."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: object = None) -> None:
+        if fullname == "pandas":
+            raise ModuleNotFoundError("a collector does without pandas", name=fullname)
 
 
 def main() -> int:
@@ -24,6 +34,7 @@ def main() -> int:
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="collector: %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    sys.meta_path.insert(0, _NoPandas())
     try:
         from collectors import process
 

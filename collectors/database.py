@@ -17,16 +17,17 @@ import duckdb
 
 from collectors import backup
 from collectors.limits import memory_bytes
+from collectors.quack import Gate
 from rlinsight import schema
 from rlinsight.attach import extension
 from rlinsight.errors import CollectorError, StoreError
-from rlinsight.store import check, explain, is_locked
+from rlinsight.store import explain, is_locked
 
 LOCK_WAIT_S = (
     15.0  # readers hold a file while their query runs, a leaving collector until it has drained and checkpointed
 )
 # DuckDB's caches grow to the limit and stay there; larger queries spill to disk. Training comes first.
-MEMORY_BYTES = 256 * 1024**2
+MEMORY_BYTES = 160 * 1024**2
 MEMORY_SHARE = 0.25  # of what the machine or the control group has, where that is less
 MAX_THREADS = 4  # of at most half the cores. On one core, two threads made an insert cost 29 us a span, one 8.
 # Nothing is downloaded, and no commit makes a checkpoint: see checkpoints.py.
@@ -44,6 +45,7 @@ class Database:
     def __init__(self, store: Path) -> None:
         self.store = store
         self.con = _open(store)
+        self._gate = Gate(self.con)
         try:
             with backup.kept(self.con, store):
                 schema.apply(self.con, store)
@@ -69,6 +71,7 @@ class Database:
 
     def close(self) -> None:
         """Stop serving SQL and close the file."""
+        self._gate.close()
         if self._quack:
             with suppress(duckdb.Error):  # after a fatal error DuckDB answers nothing, and closing is all that is left
                 self.con.execute(f"CALL quack_stop('{self._quack}')")
@@ -94,7 +97,7 @@ class Database:
             self.con.execute(f"LOAD '{extension(name)}'")
         self.con.create_function(
             "rlinsight_authorize",
-            _authorize,
+            self._gate.__call__,
             ["VARCHAR", "VARCHAR"],  # type: ignore[arg-type]
             "BOOLEAN",  # type: ignore[arg-type]
             side_effects=True,
@@ -102,22 +105,6 @@ class Database:
         self.con.execute("SET GLOBAL quack_authorization_function = 'rlinsight_authorize'")
         self.con.execute("SET enable_external_access = false")
         self.con.execute("SET lock_configuration = true")
-
-
-def _authorize(session: str, sql: str) -> bool:
-    """Quack asks this before every statement. BEGIN and COMMIT are of no harm and DuckDB's ATTACH sends them.
-
-    It is the only guard here: Quack 1.5.5 has no read-only transactions, no time limit, and no way to interrupt one
-    reader from outside, so a long query ends with its client; ``/v1/sql`` has all three.
-    """
-    try:
-        statements = duckdb.extract_statements(sql)
-        if len(statements) == 1 and statements[0].type == duckdb.StatementType.TRANSACTION:
-            return True
-        check(sql)
-    except (StoreError, duckdb.Error):
-        return False
-    return True
 
 
 def _free_port() -> int:
