@@ -66,6 +66,13 @@ class Stats:
         self.bytes += batch.size
 
 
+def _promise() -> Future[Any]:
+    """A future that a request which is given up cannot cancel: setting its result would end the writer."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
 @dataclass(slots=True)
 class Batch:
     """One OTLP request on its way to the store. ``done`` gives True when it was stored, False when it already was."""
@@ -77,7 +84,7 @@ class Batch:
     size: int  # payload bytes
     received_ns: int
     decoded: Decoded
-    done: Future[bool] = field(default_factory=Future)
+    done: Future[bool] = field(default_factory=_promise)
 
 
 @dataclass(slots=True)
@@ -85,7 +92,7 @@ class _Task:
     """Work on the store that is no batch; runs between two groups."""
 
     work: Callable[[duckdb.DuckDBPyConnection], Any]
-    done: Future[Any] = field(default_factory=Future)
+    done: Future[Any] = field(default_factory=_promise)
 
     def run(self, con: duckdb.DuckDBPyConnection) -> None:
         try:

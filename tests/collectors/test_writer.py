@@ -168,3 +168,15 @@ def test_stats_tell_new_batches_from_known_ones():
     stats = writer.stats
     assert (stats.batches, stats.items, stats.duplicates) == ({signal: 1}, {signal: rows}, {signal: 1})
     assert (stats.commits, stats.failures) == (1, 0)
+
+
+def test_a_request_that_is_given_up_does_not_end_the_writer():
+    """Cancelling a batch's future, as a server does with a request it gives up, changes nothing: all is stored."""
+    con = _memory()
+    columns = schema.columns(con)
+    decoder, writer = Decoder(columns), Writer(con, columns)
+    futures = [writer.submit(batch(decoder, request)) for request in SMALL[:2]]
+    assert not futures[0].cancel()
+    writer.start()
+    writer.close()
+    assert [future.result(10) for future in futures] == [True, True]
