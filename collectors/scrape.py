@@ -32,7 +32,7 @@ from rlinsight import __version__, names
 from rlinsight.config import ScrapeTarget
 from rlinsight.store import is_alive
 
-TIMEOUT_S = 10.0  # of a scrape, or its interval if that is shorter
+TIMEOUT_S = 1.0, 10.0  # of a scrape: its interval, within these
 MAX_ANSWER_BYTES = 10 * 1024**2
 MAX_TARGETS = 256
 SCOPE = "rlinsight.scrape"
@@ -199,7 +199,8 @@ async def _end(targets: Iterable[_Target]) -> None:
 
 async def _fetch(client: httpx.AsyncClient, asked: ScrapeTarget) -> tuple[str, str]:
     """Text and content type of an answer. Raises Failed."""
-    timeout_s = min(TIMEOUT_S, asked.interval_s)
+    shortest, longest = TIMEOUT_S
+    timeout_s = min(max(asked.interval_s, shortest), longest)
     try:
         async with asyncio.timeout(timeout_s), client.stream("GET", asked.url) as response:
             if response.status_code != 200:

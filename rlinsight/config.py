@@ -309,6 +309,7 @@ class ScrapeTarget(Section):
 class TelemetrySection(Section):
     """What is recorded and where it is stored."""
 
+    enabled: bool = Field(default=True, description="false trains without a record: no collector, nothing stored")
     store: Path = Field(default=DEFAULT_STORE, description="DuckDB file of all runs")
     text: Literal["full", "redacted", "off"] = Field(
         default="full", description="capture of prompts and responses; redacted keeps lengths and hashes only"
@@ -335,6 +336,16 @@ class TelemetrySection(Section):
     scrape: list[ScrapeTarget] = Field(
         default_factory=list, description="metrics endpoints the collector scrapes while the run lasts"
     )
+
+    @model_validator(mode="after")
+    def _no_idle_options(self) -> TelemetrySection:
+        default = {
+            name: field.get_default(call_default_factory=True) for name, field in type(self).model_fields.items()
+        }
+        idle = {name for name in default if getattr(self, name) != default[name]} - {"enabled", "store"}
+        if idle and not self.enabled:
+            raise ValueError(f"enabled=false records nothing; remove {', '.join(sorted(idle))}, or enable it")
+        return self
 
     @model_validator(mode="after")
     def _target_names_differ(self) -> TelemetrySection:

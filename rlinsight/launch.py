@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from collectors.server import cap_log, log_path, start_process
 from core_trainer.job import Job, Reporter, RunSummary
-from rlinsight import host, names, preflight, run_dir, spool, store, telemetry
+from rlinsight import host, names, preflight, run_dir, scraping, spool, store, telemetry
 from rlinsight.config import Config
 from rlinsight.errors import CollectorError, RlinsightError, SpoolError, StoreError
 from rlinsight.progress import Completeness, Progress
@@ -63,12 +63,10 @@ def train(
     sys.path.append(os.getcwd())  # a console script's path lacks the folder in which people write their rewards
     preflight.check(config)
     run = run_dir.find(config, wanted) if resume else None
-    with _Signals() as signals, collector(config.telemetry.store) as endpoint:
-        for folder in run_dir.abandoned_spools(config):
-            try:
-                spool.deliver_leftovers(folder, endpoint.http, endpoint.token, LEFTOVERS_TIMEOUT_S)
-            except RlinsightError as error:  # of an earlier run, maybe another user's: no reason not to train
-                _say(console, [f"warning: {error}"])
+    section = config.telemetry
+    with _Signals() as signals, collector(section.store) if section.enabled else nullcontext() as endpoint:
+        if endpoint is not None:
+            _deliver_abandoned(config, endpoint, console)
         run = run or run_dir.create(config)
         attempt = run.begin_attempt(config)
         job = Job(
@@ -76,13 +74,14 @@ def train(
             attempt=attempt.attempt,
             run_dir=run.path,
             spool_dir=run.spool,
-            collector=endpoint.http,
+            collector=endpoint.http if endpoint else None,
             resume=run.newest_checkpoint(),
-            token=endpoint.token,
+            token=endpoint.token if endpoint else None,
             store=config.telemetry.store.absolute(),
         )
         progress = Progress(console, run.run_id, config.trainer.total_steps)
-        with progress, _recorded(config, job) as end:
+        recorded = _recorded(config, job) if section.enabled else nullcontext(_End())
+        with progress, recorded as end, scraping.scraped(section, run.run_id, attempt.attempt):
             progress.stage(f"run {run.run_id}, attempt {job.attempt}; Ctrl-C stops it with a checkpoint")
             try:
                 controller = controller or _trainer()
@@ -104,10 +103,12 @@ def train(
                 )
         _say(
             console,
-            progress.summary(summary, _completeness(config.telemetry.store, run.run_id), config.telemetry.store),
+            progress.summary(
+                summary, _completeness(section.store, run.run_id) if section.enabled else "off", section.store
+            ),
         )
         if not end.delivered:
-            where = shlex.join([str(run.spool), "--store", str(config.telemetry.store)])
+            where = shlex.join([str(run.spool), "--store", str(section.store)])
             _say(console, [f"telemetry is left on disk; bring it into the store with: rlinsight ingest {where}"])
     return end.exit_code
 
@@ -138,6 +139,15 @@ def ingest(directory: Path, path: Path) -> str:
     if delivered.remaining:
         raise CollectorError(f"{delivered.remaining} producers of {directory} not delivered ({text}); run it again")
     return text
+
+
+def _deliver_abandoned(config: Config, endpoint: store.Endpoint, console: Console) -> None:
+    """Bring in what earlier runs left on disk."""
+    for folder in run_dir.abandoned_spools(config):
+        try:
+            spool.deliver_leftovers(folder, endpoint.http, endpoint.token, LEFTOVERS_TIMEOUT_S)
+        except RlinsightError as error:  # of an earlier run, maybe another user's: no reason not to train
+            _say(console, [f"warning: {error}"])
 
 
 def _trainer() -> Controller:

@@ -164,10 +164,10 @@ class Progress:
         rewards = [reward for reward in self._rewards if reward is not None]
         return RunSummary("interrupted", self._latest.step if self._latest else 0, rewards, checkpoint)
 
-    def summary(self, summary: RunSummary, record: Completeness | None, store: Path) -> list[str]:
+    def summary(self, summary: RunSummary, record: Completeness | str | None, store: Path) -> list[str]:
         """Closing lines: what was learned, how long it took, how complete the record is, what to run next.
 
-        ``record`` is None when the store could not be asked.
+        ``record`` is None when the store could not be asked; text stands for itself.
         """
         rewards = summary.rewards
         lines = [f"{self.run_id}: {summary.status} at step {summary.step}/{self.total_steps}"]

@@ -154,6 +154,7 @@ def test_measuring_leaves_the_training_seed_alone(tmp_path: Path) -> None:
     assert random.getstate() == before
 
 
+@pytest.mark.slow
 def test_a_hung_instrument_holds_nobody_up(collector: Collector, tmp_path: Path) -> None:
     """While a callback hangs, measuring, emitting, shutdown and the next setup go on; events still arrive."""
     hung, release = threading.Event(), threading.Event()

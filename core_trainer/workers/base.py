@@ -31,6 +31,8 @@ class Worker:
 
     def __init__(self, place: Place, job: Job, section: TelemetrySection, resource: dict[str, str]) -> None:
         self.place = place
+        if not section.enabled:
+            return
         telemetry.setup(
             place.role,
             spool_dir=job.spool_dir,
