@@ -163,8 +163,16 @@ def _ask_collector(endpoint: Endpoint, sql: str, params: Params | None, timeout_
     if response.status == 503:
         raise HandOver(f"collector {endpoint.pid} is leaving")
     if response.status != 200:
-        raise StoreError(json.loads(answer)["message"])
+        raise StoreError(_refusal(answer) or f"the collector failed (HTTP {response.status}); its log tells why")
     return pa.ipc.open_stream(answer).read_all()
+
+
+def _refusal(answer: bytes) -> str | None:
+    """The reason in a collector's answer; None when it gave none."""
+    try:
+        return json.loads(answer)["message"]
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def _ask_file(store: Path, sql: str, params: Params | None, timeout_s: float) -> pa.Table:

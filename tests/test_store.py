@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import http.server
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from collectors import otlp_http
 from collectors.database import Database
 from rlinsight import schema
 from rlinsight.errors import StoreError
-from rlinsight.store import endpoint_path, is_alive, query, read_endpoint
+from rlinsight.store import Endpoint, endpoint_path, is_alive, query, read_endpoint
 from tests.collectors.live import collector
 from tests.synthetic import Run, fill
 
@@ -347,3 +349,28 @@ def test_importing_the_reader_is_light():
     """``import rlinsight.store`` loads neither duckdb nor pyarrow nor psutil."""
     code = "import sys, rlinsight.store; assert not {'duckdb', 'pyarrow', 'psutil'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class _Failing(http.server.BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        self.send_response(500)
+        self.send_header("Content-Length", "21")
+        self.end_headers()
+        self.wfile.write(b"Internal Server Error")
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_a_collector_that_fails_is_told_not_parsed(tmp_path):
+    """An answer that is no JSON, as of a crashed handler or a proxy, becomes one clear error."""
+    path = tmp_path / "s.duckdb"
+    server = http.server.HTTPServer(("127.0.0.1", 0), _Failing)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    endpoint = Endpoint(
+        os.getpid(), f"http://127.0.0.1:{server.server_port}", "", "", "t", str(path), 1, time.time_ns()
+    )
+    endpoint_path(path).write_text(endpoint.to_json())
+    with pytest.raises(StoreError, match="the collector failed .HTTP 500."):
+        query("SELECT 1", store=path)
+    server.shutdown()
