@@ -152,7 +152,7 @@ def test_a_replica_that_joins_later_owes_no_earlier_version():
 
 
 def test_a_rank_counts_from_the_start_of_its_call():
-    """Rank 1 has begun the call and not ended it, so it is there. Rank 2, seen in step 1, did not begin it in step 2."""
+    """Rank 1 has begun the call and not ended it, so it is there. Rank 2, there in step 1, has not begun in step 2."""
     call = {"method": "update", "lane": "policy/0", "start_ns": 5}
     for rank in range(3):
         _insert("worker_calls", KEY | call | {"rank": rank, "span_id": f"1{rank}"})

@@ -25,6 +25,6 @@ WITH points AS (
     CASE WHEN is_delta OR before IS NULL THEN start_ns ELSE greatest(time_before, coalesce(CASE WHEN start_ns > start_before THEN start_ns END, 0)) END AS from_ns
   FROM steps
 )
-SELECT run_id, attempt, rank, name, service_name, service_instance_id, attributes, from_ns, time_ns, value, increase, is_reset,
+SELECT run_id, attempt, rank, name, service_name, service_instance_id, resource_attributes, attributes, from_ns, time_ns, value, increase, is_reset,
   increase / nullif((time_ns - from_ns) / 1e9, 0) AS per_s
 FROM grown;

@@ -9,22 +9,21 @@ WITH causes AS (
 ), samples AS (
   SELECT DISTINCT attempt, rollout_id, policy_version_min < policy_version_max AS mixed FROM rollout_samples WHERE run_id = run
 ), lists AS (
-  SELECT t.attempt, t.rollout_id, t.turn_index, t.old_log_probs, t.loss_mask, r.rollout_log_probs
+  SELECT c.cached, c.preempted, c.replica, coalesce(s.mixed, false) AS mixed_versions, t.old_log_probs, t.loss_mask, r.rollout_log_probs
   FROM rollout_training t JOIN token_runs r
     ON r.run_id = t.run_id AND r.attempt = t.attempt AND r.rollout_id = t.rollout_id AND r.turn_index = t.turn_index
   LEFT JOIN lineage l ON l.run_id = t.run_id AND l.attempt = t.attempt
+  LEFT JOIN causes c ON c.attempt = t.attempt AND c.rollout_id = t.rollout_id AND c.turn_index = t.turn_index
+  LEFT JOIN samples s ON s.attempt = t.attempt AND s.rollout_id = t.rollout_id
   WHERE t.run_id = run AND r.run_id = run AND (first_step IS NULL OR t.step >= first_step) AND (last_step IS NULL OR t.step <= last_step)
     AND (l.valid_through_step IS NULL OR t.step <= l.valid_through_step)
 ), gaps AS (
-  SELECT attempt, rollout_id, turn_index, unnest(range(len(old_log_probs))) AS pos,
+  SELECT cached, preempted, replica, mixed_versions, unnest(range(len(old_log_probs))) AS pos,
     unnest(old_log_probs) - CAST(unnest(rollout_log_probs) AS DOUBLE) AS gap, unnest(loss_mask) AS in_loss
   FROM lists
 ), by_cause AS (
-  SELECT g.pos // bucket * bucket AS pos, c.cached, c.preempted, coalesce(s.mixed, false) AS mixed_versions, c.replica, count(*) AS tokens,
-    avg(abs(g.gap)) AS gap, max(abs(g.gap)) AS gap_max
-  FROM gaps g
-  LEFT JOIN causes c ON c.attempt = g.attempt AND c.rollout_id = g.rollout_id AND c.turn_index = g.turn_index
-  LEFT JOIN samples s ON s.attempt = g.attempt AND s.rollout_id = g.rollout_id
-  WHERE g.in_loss IS DISTINCT FROM false AND g.gap IS NOT NULL GROUP BY ALL
+  SELECT pos // bucket * bucket AS pos, cached, preempted, mixed_versions, replica, count(*) AS tokens, avg(abs(gap)) AS gap,
+    max(abs(gap)) AS gap_max
+  FROM gaps WHERE in_loss IS DISTINCT FROM false AND gap IS NOT NULL GROUP BY ALL
 )
 SELECT *, median(gap) OVER () AS usual FROM by_cause;

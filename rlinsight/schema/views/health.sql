@@ -1,6 +1,7 @@
 -- Is the telemetry complete? One row per producer: what it says it emitted and dropped, and what is stored of it.
 -- refused: items the collector could not take, or not in full; alone or with their whole batch, which then has no ledger row.
 -- missing: emitted, not dropped, not refused with their batch and not stored yet; above 0 for a moment while batches travel.
+-- Producers whose rows were removed to keep the store small (retention_log) are left out.
 -- Senders that do not identify themselves share the row with producer NULL; they report nothing, so only stored is known.
 CREATE OR REPLACE VIEW health AS
 WITH said AS (
@@ -8,7 +9,9 @@ WITH said AS (
   SELECT * REPLACE (coalesce(dropped_crash, 0) AS dropped_crash) FROM producer_health QUALIFY row_number() OVER (PARTITION BY producer ORDER BY time_ns DESC) = 1
 ), stored AS (
   SELECT producer, count(*) AS batches, sum(rows) AS rows, sum(coalesce(items, rows)) AS items, sum(rejected) AS rejected, sum(bytes) AS bytes, max(committed_ns) AS last_ns
-  FROM ingest_batches GROUP BY producer
+  FROM ingest_batches b
+  ANTI JOIN (SELECT unnest(producers) AS producer FROM retention_log) gone ON gone.producer = b.producer
+  GROUP BY producer
 )
 SELECT h.run_id, h.attempt, coalesce(h.producer, s.producer) AS producer, h.service_name, h.rank, h.emitted, h.sent,
   CAST(coalesce(s.rows, 0) AS BIGINT) AS stored, CAST(greatest(coalesce(s.rejected, 0), coalesce(h.rejected, 0)) AS BIGINT) AS refused,

@@ -1,10 +1,10 @@
 -- One row per rollout: how it was sampled, scored and trained on, with its texts. Columns of what has not happened are NULL.
 -- staleness: the trainer's policy_version when it consumed the rollout minus the oldest weights that sampled it.
--- Rollouts of steps redone after a resume are left out.
+-- split is eval for rollouts of a validation. Rollouts of steps redone after a resume are left out.
 CREATE OR REPLACE VIEW rollouts AS
 WITH samples AS (
   SELECT * FROM rollout_samples
-  QUALIFY row_number() OVER (PARTITION BY run_id, attempt, rollout_id ORDER BY end_ns DESC) = 1
+  QUALIFY row_number() OVER (PARTITION BY run_id, step, attempt, rollout_id ORDER BY end_ns DESC) = 1
 ), scores AS (
   SELECT run_id, attempt, rollout_id, arg_max(reward, time_ns) AS reward, arg_max(status, time_ns) AS score_status,
     arg_max(reason, time_ns) AS score_reason
@@ -29,7 +29,8 @@ SELECT s.run_id, s.attempt, s.step, t.step_trained, s.rollout_id, s.group_id, s.
   s.status, s.finish_reason, c.reward, c.score_status, c.score_reason, t.advantage, s.prompt_tokens, s.response_tokens,
   x.num_turns, t.loss_tokens, t.clipped_tokens, s.policy_version_min, s.policy_version_max, t.policy_version_trained,
   t.policy_version_trained - s.policy_version_min AS staleness, (s.end_ns - s.start_ns) / 1e9 AS duration_s,
-  x.prompt_text, x.response_text, p.answer, s.trace_id, s.span_id, s.start_ns, s.end_ns
+  x.prompt_text, x.response_text, p.answer, s.trace_id, s.span_id, s.start_ns, s.end_ns,
+  s.error_type, coalesce(s.split, 'train') AS split, s.env
 FROM samples s
 LEFT JOIN lineage l ON l.run_id = s.run_id AND l.attempt = s.attempt
 LEFT JOIN scores c ON c.run_id = s.run_id AND c.attempt = s.attempt AND c.rollout_id = s.rollout_id

@@ -1,10 +1,10 @@
 -- One row per sampled token, with every log-prob known of it. pos counts from 0 inside the turn.
--- step is the step that sampled the token. Training columns are NULL until an update consumed the turn.
+-- step is the step that sampled the token; policy_version the weights that did, NULL where all of the turn are of its one version. Training columns are NULL until an update consumed the turn.
 -- Give run_id and step or rollout_id: the lists are unnested after the filter. Turns sent twice by a foreign sender show twice.
 CREATE OR REPLACE VIEW tokens AS
 WITH turns_joined AS (
   SELECT r.run_id, r.attempt, r.step, r.rollout_id, r.turn_index, t.step AS step_trained, r.token_ids, r.token_pieces,
-    r.rollout_log_probs, t.old_log_probs, t.log_probs, t.ref_log_probs, t.entropy, t.advantages, t.loss_mask, t.clipped
+    r.rollout_log_probs, r.policy_versions, t.old_log_probs, t.log_probs, t.ref_log_probs, t.entropy, t.advantages, t.loss_mask, t.clipped
   FROM token_runs r
   LEFT JOIN lineage l ON l.run_id = r.run_id AND l.attempt = r.attempt
   LEFT JOIN rollout_training t
@@ -14,5 +14,6 @@ WITH turns_joined AS (
 SELECT run_id, attempt, step, rollout_id, turn_index, step_trained, unnest(range(len(token_ids))) AS pos,
   unnest(token_ids) AS token_id, unnest(token_pieces) AS piece, unnest(rollout_log_probs) AS rollout_log_prob,
   unnest(old_log_probs) AS old_log_prob, unnest(log_probs) AS log_prob, unnest(ref_log_probs) AS ref_log_prob,
-  unnest(entropy) AS entropy, unnest(advantages) AS advantage, unnest(loss_mask) AS in_loss, unnest(clipped) AS clipped
+  unnest(entropy) AS entropy, unnest(advantages) AS advantage, unnest(loss_mask) AS in_loss, unnest(clipped) AS clipped,
+  unnest(policy_versions) AS policy_version
 FROM turns_joined;
