@@ -1,7 +1,8 @@
--- How much a counter (or the count of a histogram or summary) grew between its points: counter_increase('vllm:generation_tokens_total').
+-- How much a counter (or the count of a histogram or summary) grew between its points.
 -- One row per point and series: it grew by increase from from_ns to time_ns, per_s of it a second. A counter that began anew
 -- (its value fell, or its start moved) counts from zero. The first point counts from the series' start where that is known:
 -- such a row may begin before the run, and increase is NULL where it is not. Sum increase over the rows you ask about.
+-- Example: FROM counter_increase('vllm:generation_tokens_total') WHERE run_id = 'my-run' ORDER BY time_ns;
 CREATE OR REPLACE MACRO counter_increase(metric) AS TABLE
 WITH points AS (
   SELECT DISTINCT ON (run_id, attempt, service_name, service_instance_id, resource_attributes, attributes, time_ns)
