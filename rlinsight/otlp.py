@@ -45,7 +45,7 @@ TEXT_KEYS = frozenset(
     | {"gen_ai.prompt", "gen_ai.completion", "gen_ai.input.messages", "gen_ai.output.messages"}
     | {"gen_ai.system_instructions", "gen_ai.tool.call.arguments", "gen_ai.tool.call.result"}
     | {"gen_ai.retrieval.query.text", "gen_ai.retrieval.documents"}
-    | {"exception.message", "exception.stacktrace"}
+    | {"exception.message", "exception.stacktrace", "error.message", "code.stacktrace"}
     | {"input.value", "output.value", "llm.prompts", "llm.completions", "llm.function_call", "tool.parameters"}
     | {"llm.prompt_template.template", "llm.prompt_template.variables", "embedding.text", "reranker.query"}
     | {"message.content", "document.content", "tool_call.function.arguments", "metadata"}
@@ -220,13 +220,18 @@ class Encoder:
         """The value as the mode allows it to leave; None removes it."""
         if key in TOKEN_KEYS:  # here only if texts or arrays are not captured
             return None
+        if self._text != "full" and is_text(key):
+            return self._hide(value)
         if isinstance(value, bytes):
             return value if self._token_arrays else None
-        if self._text == "full":
-            return value
-        if key == names.REASON and isinstance(value, str):
+        if self._text != "full" and key == names.REASON and isinstance(value, str):
             return self._exception_type(value)
-        return self._hide(value) if is_text(key) else value
+        if isinstance(value, Mapping):
+            inner = {name: self._censor(name, item) for name, item in value.items()}
+            return {name: item for name, item in inner.items() if item is not None}
+        if isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
+            return [self._censor(key, item) for item in value]
+        return value
 
     def _exception_type(self, reason: str) -> str | None:
         """``Type`` of ``Type: message``; any other text is hidden."""

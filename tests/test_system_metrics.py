@@ -101,6 +101,7 @@ def test_one_process_of_a_run_reports_the_machine(collector: Collector, tmp_path
             code = 0
         finally:
             os._exit(code)
+    os.close(ready[1])  # so that a child that fails ends the wait
     os.read(ready[0], 1)
     telemetry.shutdown(5)
     os.write(go_on[1], b"x")
