@@ -8,6 +8,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
@@ -23,13 +24,16 @@ def log_path(store: Path) -> Path:
     return store.with_name(f"{store.name}.collector.log")
 
 
-def start_process(store: Path, owner_pid: int) -> Endpoint:
+def start_process(store: Path, owner_pid: int, arguments: Sequence[str] = ()) -> Endpoint:
     """Start a detached collector that leaves when ``owner_pid`` is gone, and wait until it answers.
+
+    ``arguments`` are more of its command line.
 
     Raises CollectorError with the child's last line when it does not come up.
     """
     # -P: a queue.py in the working directory is not the standard library's.
     command = [sys.executable, "-P", "-m", "collectors", "--store", str(store), "--owner-pid", str(owner_pid)]
+    command += arguments
     environment = {key: value for key, value in os.environ.items() if key != "NOTIFY_SOCKET"}  # that is the owner's
     with _open_log(store) as log:
         began = log.tell()

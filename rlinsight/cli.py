@@ -14,7 +14,7 @@ import typer
 
 from rlinsight import DEFAULT_STORE
 from rlinsight.errors import ConfigError, RlinsightError
-from rlinsight.store_cli import Store, export_app, rebuild
+from rlinsight.store_cli import KeepBytes, KeepDays, Store, compact, export_app, in_bytes, prune, rebuild
 
 if TYPE_CHECKING:
     from rlinsight.config import Config
@@ -32,7 +32,8 @@ app = typer.Typer(
 config_app = typer.Typer(help="Show what a config resolves to, or every option there is.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(export_app, name="export")
-app.command()(rebuild)
+for _command in (prune, compact, rebuild):
+    app.command()(_command)
 
 # Columns people scan first; `select * from runs` has the rest.
 RUNS = """
@@ -184,12 +185,16 @@ def collect(
     token_file: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Keeps the token across restarts; made, for you alone, when missing.", show_default=False
+            metavar="FILE",
+            help="Keeps the token across restarts; made, for you alone, when missing.",
+            show_default=False,
         ),
     ] = None,
     http_port: Annotated[int, typer.Option(min=0, max=65535, help="OTLP over HTTP; 0 picks a free port.")] = 4318,
     grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="OTLP over gRPC; 0 picks a free port.")] = 4317,
     sql_port: Annotated[int, typer.Option(min=0, max=65535, help="Live SQL; 0 picks a free port.")] = 0,
+    keep_days: KeepDays = None,
+    keep_bytes: KeepBytes = None,
 ) -> None:
     """Run a collector: the one process that writes a store.
 
@@ -199,6 +204,7 @@ def collect(
     rlinsight collect
     rlinsight collect --store /data/team.duckdb --http-port 0 --grpc-port 0
     rlinsight collect --store /data/team.duckdb --listen 0.0.0.0 --token-file /data/team.token
+    rlinsight collect --keep-days 90 --keep-bytes 200GB
     """
     # It owns itself, so that a training run that joins it does not take it along when it leaves.
     owner = ["--owner-pid", str(os.getpid())]
@@ -206,7 +212,9 @@ def collect(
     token = ["--token-file", str(token_file)] if token_file else []
     # -P: a queue.py in the working directory is not the standard library's.
     command = [sys.executable, "-P", "-m", "collectors", "--store", str(store), "--listen", listen]
-    _replace_process([*command, *token, *owner, *ports])
+    keep = ["--keep-days", str(keep_days)] if keep_days is not None else []
+    keep += ["--keep-bytes", str(in_bytes(keep_bytes))] if keep_bytes is not None else []
+    _replace_process([*command, *token, *owner, *ports, *keep])
 
 
 @app.command()
@@ -229,6 +237,33 @@ def ingest(
     from rlinsight import launch
 
     typer.echo(launch.ingest(directory, store))
+
+
+@app.command()
+def docs(
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Where to write the pages.")] = Path(
+        "docs/reference"
+    ),
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing; fail when a page in DIR is not as it would be.")
+    ] = False,
+) -> None:
+    """Write the reference of the store: its tables, views, macros, and all names that are emitted.
+
+    \b
+    rlinsight docs
+    rlinsight docs -o /tmp/reference
+    rlinsight docs --check
+    """
+    from collectors.reference import pages
+
+    for name, text in pages().items():
+        path = output / name
+        if not check:
+            output.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        elif not path.is_file() or path.read_text(encoding="utf-8") != text:
+            raise ConfigError(f"{path} is not what the schema and the names say now; run: rlinsight docs -o {output}")
 
 
 @config_app.command("show")

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from rlinsight import DEFAULT_STORE
 from rlinsight.errors import ConfigError
@@ -332,6 +332,16 @@ class TelemetrySection(Section):
     )
     system_metrics: bool = Field(
         default=True, description="CPU, memory, disk, network and GPUs of every process and machine"
+    )
+    keep_days: float | None = Field(
+        default=None,
+        gt=0,
+        description="the collector this run starts removes runs not heard of for so many days; null keeps them all",
+    )
+    keep_bytes: ByteSize | None = Field(
+        default=None,
+        gt=0,
+        description="the collector this run starts removes the oldest runs while the store uses more, e.g. 200GB",
     )
     scrape: list[ScrapeTarget] = Field(
         default_factory=list, description="metrics endpoints the collector scrapes while the run lasts"

@@ -16,7 +16,7 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from collectors.server import cap_log, log_path, start_process
 from core_trainer.job import Job, Reporter, RunSummary
 from rlinsight import host, names, preflight, run_dir, scraping, spool, store, telemetry
-from rlinsight.config import Config
+from rlinsight.config import Config, TelemetrySection
 from rlinsight.errors import CollectorError, RlinsightError, SpoolError, StoreError
 from rlinsight.progress import Completeness, Progress
 
@@ -64,7 +64,8 @@ def train(
     preflight.check(config)
     run = run_dir.find(config, wanted) if resume else None
     section = config.telemetry
-    with _Signals() as signals, collector(section.store) if section.enabled else nullcontext() as endpoint:
+    collecting = collector(section.store, _keep(section)) if section.enabled else nullcontext()
+    with _Signals() as signals, collecting as endpoint:
         if endpoint is not None:
             _deliver_abandoned(config, endpoint, console)
         run = run or run_dir.create(config)
@@ -161,15 +162,16 @@ def _trainer() -> Controller:
 
 
 @contextmanager
-def collector(path: Path) -> Iterator[store.Endpoint]:
+def collector(path: Path, arguments: Sequence[str] = ()) -> Iterator[store.Endpoint]:
     """The collector of a store, kept alive for the length of the block: the one that runs, or a new one.
 
-    When it dies another takes over, at an address of its own: senders find it by ``store.locate``. Raises
-    CollectorError when none can be started at first.
+    ``arguments`` are for those started here. When one dies another takes over, at an address of its own: senders find
+    it by ``store.locate``. Raises CollectorError when none can be started at first.
     """
-    endpoint = _found_or_started(path)
+    endpoint = _found_or_started(path, arguments)
     ended = threading.Event()
-    watch = threading.Thread(target=_watch, args=(path, endpoint.pid, ended), name="collector-watch", daemon=True)
+    watched = path, arguments, endpoint.pid, ended
+    watch = threading.Thread(target=_watch, args=watched, name="collector-watch", daemon=True)
     watch.start()
     try:
         yield endpoint
@@ -181,7 +183,7 @@ def collector(path: Path) -> Iterator[store.Endpoint]:
             _wait_for_exit(current.pid)
 
 
-def _watch(path: Path, pid: int, ended: threading.Event) -> None:
+def _watch(path: Path, arguments: Sequence[str], pid: int, ended: threading.Event) -> None:
     """Replace the collector whenever it is gone. One that dies again and again is started ever less often."""
     pause, longest = WATCH_S
     while not ended.wait(pause):
@@ -192,7 +194,7 @@ def _watch(path: Path, pid: int, ended: threading.Event) -> None:
             continue
         pause = min(pause * 2, longest)
         try:
-            endpoint = _found_or_started(path)
+            endpoint = _found_or_started(path, arguments)
         except (CollectorError, StoreError) as error:
             _log.warning("collector %d is gone and no other can start (%s); telemetry waits on disk", pid, error)
         else:
@@ -200,19 +202,25 @@ def _watch(path: Path, pid: int, ended: threading.Event) -> None:
             pid = endpoint.pid
 
 
-def _found_or_started(path: Path) -> store.Endpoint:
+def _found_or_started(path: Path, arguments: Sequence[str] = ()) -> store.Endpoint:
     """The collector of a store, owned by this process too."""
     with _one_at_a_time(path.parent):
         endpoint = _joined(path)
         if endpoint is not None:
             return endpoint
         try:
-            return start_process(path, os.getpid())
+            return start_process(path, os.getpid(), arguments)
         except CollectorError:
             endpoint = _joined(path)  # one was started by hand in between
             if endpoint is None:
                 raise
             return endpoint
+
+
+def _keep(section: TelemetrySection) -> list[str]:
+    """What a collector keeps, on its command line."""
+    days = ["--keep-days", str(section.keep_days)] if section.keep_days is not None else []
+    return days + (["--keep-bytes", str(int(section.keep_bytes))] if section.keep_bytes is not None else [])
 
 
 def _joined(path: Path) -> store.Endpoint | None:

@@ -5,6 +5,7 @@ Heavy imports sit inside the commands, so that ``--help`` answers at once.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,14 +15,29 @@ from rlinsight import DEFAULT_STORE
 from rlinsight.errors import ConfigError
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from rich.progress import Progress
 
+    from collectors.retention import Pruned
     from rlinsight.export import FileFormat
 
 Store = Annotated[
     Path, typer.Option(envvar="RLINSIGHT_STORE", help="DuckDB file of all runs.", show_envvar=True, metavar="FILE")
 ]
 Run = Annotated[str | None, typer.Option("--run", metavar="RUN", help="That run alone; all runs when left out.")]
+KeepDays = Annotated[
+    float | None,
+    typer.Option("--keep-days", metavar="DAYS", help="Remove runs not heard of for longer.", show_default=False),
+]
+KeepBytes = Annotated[
+    str | None,
+    typer.Option(
+        "--keep-bytes",
+        metavar="SIZE",
+        help="Remove the oldest runs while the store uses more, e.g. 200GB.",
+        show_default=False,
+    ),
+]
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.", show_default=False)]
 
 export_app = typer.Typer(
@@ -86,7 +102,7 @@ def export_otlp(
 
     Another rlinsight store takes nothing twice, however often it is repeated.
     """
-    from rlinsight.replay import replay
+    from collectors.replay import replay
 
     headers = dict(_header(text) for text in header or ())
     with _progress() as progress:
@@ -107,6 +123,86 @@ def _header(text: str) -> tuple[str, str]:
     if not separator or not name.strip():
         raise ConfigError(f"--header {text!r} is not of the form NAME=VALUE")
     return name.strip(), value.strip()
+
+
+def prune(
+    keep_days: KeepDays = None,
+    keep_bytes: KeepBytes = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")] = False,
+    store: Store = DEFAULT_STORE,
+) -> None:
+    """Remove old runs, whole, and never one that may be alive; also while a collector runs.
+
+    \b
+    rlinsight prune --keep-days 30 --dry-run
+    rlinsight prune --keep-bytes 50GB
+
+    The space is used again for new rows; `rlinsight compact` gives it back to the disk.
+    """
+    from rich.console import Console
+
+    from collectors.pruning import prune
+    from collectors.retention import Keep
+    from rlinsight.output import choose_format, write
+
+    keep = Keep(keep_days, in_bytes(keep_bytes))
+    if not keep:
+        raise ConfigError("nothing to go by; pass --keep-days, --keep-bytes or both")
+    if keep_days is not None and not 0 < keep_days < 100_000:
+        raise ConfigError(f"--keep-days {keep_days:g} is no number of days; pass one above 0")
+    runs = prune(store, keep, dry_run)
+    if runs:
+        write(_table(runs), choose_format(None, None, sys.stdout.isatty()), None, Console())
+    typer.echo(f"{len(runs)} {'to be removed' if dry_run else 'removed'}", err=True)
+
+
+def in_bytes(size: str | None) -> int | None:
+    """A size such as 200GB, 1.5TiB or 1000000, in bytes. Raises ConfigError."""
+    if size is None:
+        return None
+    from pydantic import ByteSize, TypeAdapter, ValidationError
+
+    try:
+        number = int(TypeAdapter(ByteSize).validate_python(size))
+    except ValidationError:
+        number = 0
+    if number <= 0:
+        raise ConfigError(f"--keep-bytes {size!r} is no size; write one like 200GB or 1.5TiB")
+    return number
+
+
+def _table(runs: list[Pruned]) -> pa.Table:
+    import pyarrow as pa
+
+    return pa.table(
+        {
+            "run_id": pa.array([run.run_id for run in runs], pa.string()),
+            "reason": [run.reason for run in runs],
+            "last_heard": pa.array([(run.last_heard_ns or 0) // 1000 for run in runs], pa.timestamp("us")),
+            "estimated_bytes": pa.array([run.bytes for run in runs], pa.int64()),
+            "rows": pa.array([run.rows for run in runs], pa.int64()),
+        }
+    )
+
+
+def compact(store: Store = DEFAULT_STORE) -> None:
+    """Rewrite the store without the space of removed rows, and with each run's rows together.
+
+    \b
+    rlinsight compact
+
+    Not while a collector runs. Needs room for a second copy; the store is replaced when that is complete and verified.
+    """
+    from collectors.compact import compact
+
+    with _progress() as progress:
+        bar = progress.add_task("", total=None)
+
+        def report(table: str, done: int, total: int) -> None:
+            progress.update(bar, description=table, completed=done, total=total)
+
+        before, after = compact(store, report)
+    typer.echo(f"{store}: {before / 1e6:,.1f} MB before, {after / 1e6:,.1f} MB now")
 
 
 def rebuild(store: Store = DEFAULT_STORE) -> None:

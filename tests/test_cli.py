@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -212,3 +213,40 @@ def test_ingest_wants_a_folder(tmp_path: Path) -> None:
     """A wrong folder is refused before a collector starts."""
     refused(rlinsight("ingest", "missing", cwd=tmp_path), 2, "missing is not a directory")
     assert list(tmp_path.iterdir()) == []
+
+
+# Life of a store -----------------------------------------------------------------------------------------------------
+
+
+def test_prune_says_what_would_go(store: Path, tmp_path: Path) -> None:
+    """A dry run lists the runs, as CSV in a pipe; without a limit, or with one that is none, it is refused."""
+    dry = ["prune", "--store", str(store), "--dry-run"]
+    result = rlinsight(*dry, "--keep-days", "30", cwd=tmp_path)
+    (line,) = csv.DictReader(io.StringIO(result.stdout))
+    assert (line["run_id"], line["reason"], line["rows"]) == ("r-1", "age", "")
+    assert result.stderr == "1 to be removed\n"
+    refused(rlinsight(*dry, cwd=tmp_path), 2, "pass --keep-days")
+    refused(rlinsight(*dry, "--keep-days", "0", cwd=tmp_path), 2, "--keep-days 0")
+    refused(rlinsight(*dry, "--keep-bytes", "much", cwd=tmp_path), 2, "'much' is no size")
+
+
+def test_a_store_is_compacted_and_rebuilt(store: Path, tmp_path: Path) -> None:
+    """One line each says what was done."""
+    copy = Path(shutil.copy(store, tmp_path / "s.duckdb"))
+    result = rlinsight("compact", "--store", str(copy), cwd=tmp_path)
+    assert re.fullmatch(r".*s\.duckdb: \d+\.\d MB before, \d+\.\d MB now\n", result.stdout), result.stderr
+    result = rlinsight("rebuild", "--store", str(copy), cwd=tmp_path)
+    assert result.stdout == "0 rows from 0 spans and log records\n"
+    refused(rlinsight("rebuild", "--store", str(tmp_path / "none.duckdb"), cwd=tmp_path), 1, "no store at")
+
+
+def test_exports_say_what_they_wrote(store: Path, tmp_path: Path) -> None:
+    """Files, a trace, and refusals of what cannot be."""
+    result = rlinsight("export", "csv", "out", "--run", "r-1", "--store", str(store), cwd=tmp_path)
+    assert re.fullmatch(r"\d+ files with \d+ rows in out\n", result.stdout), result.stderr
+    refused(rlinsight("export", "csv", "out", "--store", str(store), cwd=tmp_path), 1, "not overwritten")
+    result = rlinsight("export", "perfetto", "t.json", "--run", "r-1", "--store", str(store), cwd=tmp_path)
+    assert json.loads((tmp_path / "t.json").read_text())["otherData"]["run_id"] == "r-1", result.stderr
+    otlp = ["export", "otlp", "http://127.0.0.1:1", "--store", str(store)]
+    refused(rlinsight(*otlp, "--header", "key", cwd=tmp_path), 2, "NAME=VALUE")
+    assert rlinsight(*otlp, cwd=tmp_path).stdout == "0 items in 0 requests sent to http://127.0.0.1:1\n"

@@ -16,9 +16,10 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceResponse,
 )
 
-from rlinsight import names, replay, schema
+from collectors import replay
+from collectors.replay import Replayed
+from rlinsight import names, schema
 from rlinsight.errors import CollectorError, ConfigError, StoreError
-from rlinsight.replay import Replayed
 from tests.collectors.live import collector
 from tests.collectors.test_otlp_fields import METRIC_KINDS, REQUESTS, Filler
 from tests.synthetic import Request, Run, fill
