@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
@@ -31,15 +32,17 @@ def main() -> int:
     parser.add_argument("--token-file", type=Path, help="keeps the token across restarts; made when missing")
     for name in ("http", "grpc", "sql"):
         parser.add_argument(f"--{name}-port", type=int, default=0, help="0 picks a free one")
+    parser.add_argument("--keep-days", type=float, help="remove runs not heard of for longer")
+    parser.add_argument("--keep-bytes", type=int, help="remove the oldest runs while the store uses more")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="collector: %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     sys.meta_path.insert(0, _NoPandas())
     try:
-        from collectors import process
+        from collectors import process, retention
 
         listen = process.Listen(args.listen, args.http_port, args.grpc_port, args.sql_port, args.token_file)
-        process.run(args.store, args.owner_pid, listen)
+        process.run(args.store, args.owner_pid, listen, retention.Keep(args.keep_days, args.keep_bytes))
     except RlinsightError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -47,4 +50,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(code)  # all is closed by now, but a thread of Quack's may be in a statement: C++ would abort under it

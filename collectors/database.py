@@ -18,6 +18,7 @@ import duckdb
 from collectors import backup
 from collectors.limits import memory_bytes
 from collectors.quack import Gate
+from collectors.queries import Queries
 from rlinsight import schema
 from rlinsight.attach import extension
 from rlinsight.errors import CollectorError, StoreError
@@ -45,7 +46,7 @@ class Database:
     def __init__(self, store: Path) -> None:
         self.store = store
         self.con = _open(store)
-        self._gate = Gate(self.con)
+        self.queries = Queries(self.con)
         try:
             with backup.kept(self.con, store):
                 schema.apply(self.con, store)
@@ -71,7 +72,7 @@ class Database:
 
     def close(self) -> None:
         """Stop serving SQL and close the file."""
-        self._gate.close()
+        self.queries.close()
         if self._quack:
             with suppress(duckdb.Error):  # after a fatal error DuckDB answers nothing, and closing is all that is left
                 self.con.execute(f"CALL quack_stop('{self._quack}')")
@@ -97,7 +98,7 @@ class Database:
             self.con.execute(f"LOAD '{extension(name)}'")
         self.con.create_function(
             "rlinsight_authorize",
-            self._gate.__call__,
+            Gate(self.queries).__call__,
             ["VARCHAR", "VARCHAR"],  # type: ignore[arg-type]
             "BOOLEAN",  # type: ignore[arg-type]
             side_effects=True,

@@ -24,11 +24,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from collectors import scrape_routes
+from collectors import pruning, scrape_routes
 from collectors.intake import PRODUCER_HEADER, SEQ_HEADER, Intake
 from collectors.monitor import CONTENT_TYPE, Monitor
 from collectors.owners import Owners
 from collectors.payload import JSON, MAX_BODY_BYTES, PROTOBUF, SIGNALS, PayloadError, Signal, decompress
+from collectors.queries import Queries
 from collectors.scrape import Scraper
 from collectors.writer import BatchRefused, Overloaded, StoreFailed
 from rlinsight import store
@@ -49,11 +50,12 @@ def app(
     owners: Owners,
     monitor: Monitor,
     scraper: Scraper,
-    cursor: Callable[[], duckdb.DuckDBPyConnection],
+    retention: pruning.Retention,
+    queries: Queries,
     token: str,
     open_to_loopback: bool,
 ) -> ASGIApp:
-    """The app. ``cursor`` opens a connection for one query; ``open_to_loopback`` lets OTLP in without the token."""
+    """The app. ``open_to_loopback`` lets OTLP in without the token."""
     decoding, querying = anyio.CapacityLimiter(MAX_DECODES), anyio.CapacityLimiter(MAX_QUERIES)
     arriving = _Arriving()
 
@@ -93,12 +95,17 @@ def app(
         limit_s = min(timeout_s, MAX_SQL_TIMEOUT_S)
         async with querying:
             with monitor.querying():
-                con = await anyio.to_thread.run_sync(cursor)
+                con = await anyio.to_thread.run_sync(queries.open)
                 watch = asyncio.create_task(_interrupt_when_gone(request, con))
                 try:
                     answer = await anyio.to_thread.run_sync(lambda: _query(con, text, params, limit_s))
+                except StoreError:
+                    if queries.closed:  # interrupted; whoever asks again finds the next collector, or the file
+                        raise Overloaded("the collector is leaving") from None
+                    raise
                 finally:
                     watch.cancel()
+                    queries.release(con)
         return Response(answer, media_type=ARROW)
 
     async def own(request: Request) -> Response:
@@ -135,6 +142,7 @@ def app(
         Route("/v1/sql", sql, methods=["POST"]),
         Route("/v1/owners", own, methods=["POST", "DELETE"]),
         *scrape_routes.routes(scraper, lambda request: _authorize(request, token), _json),
+        pruning.route(retention, lambda request: _authorize(request, token), _json),
         Route("/healthz", healthz, methods=["GET"]),
         Route("/readyz", readyz, methods=["GET"]),
         Route("/metrics", metrics, methods=["GET"]),
@@ -218,10 +226,7 @@ async def _interrupt_when_gone(request: Request, con: duckdb.DuckDBPyConnection)
 
 
 def _query(con: duckdb.DuckDBPyConnection, sql: str, params: Any, timeout_s: float) -> bytes:
-    try:
-        table = store.run(con, sql, params, timeout_s)
-    finally:
-        con.close()
+    table = store.run(con, sql, params, timeout_s)
     sink = io.BytesIO()
     with pa.ipc.new_stream(sink, table.schema) as stream:
         stream.write_table(table)

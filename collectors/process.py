@@ -28,6 +28,8 @@ from collectors.decode import Decoder
 from collectors.intake import Intake
 from collectors.monitor import Monitor
 from collectors.owners import Owners
+from collectors.pruning import Retention
+from collectors.retention import Keep
 from collectors.scrape import Scraper
 from collectors.writer import Writer
 from rlinsight import schema
@@ -52,8 +54,8 @@ class Listen:
     token_file: Path | None = None  # None makes a token that ends with the process
 
 
-def run(store: Path, owner_pids: Sequence[int], listen: Listen) -> None:
-    """Serve a store until signalled, or until the owners given here or later are gone.
+def run(store: Path, owner_pids: Sequence[int], listen: Listen, keep: Keep | None = None) -> None:
+    """Serve a store until signalled, or until the owners given here or later are gone; it keeps what ``keep`` says.
 
     Raises CollectorError or StoreError when it cannot start, and CollectorError when the store failed for good.
     """
@@ -81,9 +83,13 @@ def run(store: Path, owner_pids: Sequence[int], listen: Listen) -> None:
         server, grpc_port = otlp_grpc.serve(intake, monitor, listen.host, listen.grpc_port, None if loopback else token)
         stack.callback(lambda: server.stop(grace=5).wait())
         scraper = stack.enter_context(closing(Scraper(intake)))
-        app = otlp_http.app(intake, owners, monitor, scraper, database.con.cursor, token, open_to_loopback=loopback)
+        retention = stack.enter_context(closing(Retention(database, writer, lambda: _is_needed(owners), keep)))
+        app = otlp_http.app(
+            intake, owners, monitor, scraper, retention, database.queries, token, open_to_loopback=loopback
+        )
         http_port = stack.enter_context(_serve_http(app, listen.host, listen.http_port))
         stack.callback(owners.leave)
+        stack.callback(database.queries.close)
         host = _reachable(listen.host)
         endpoint = Endpoint(
             pid=os.getpid(),
@@ -117,6 +123,11 @@ def _wait(stop: threading.Event, writer: Writer, owners: Owners, intake: Intake,
         if min(abandoned_s, quiet_s) >= GRACE_S or abandoned_s >= MAX_GRACE_S:
             logger.info("the last owner is gone")
             return
+
+
+def _is_needed(owners: Owners) -> bool:
+    """Whether another process needs the collector. One started by hand owns itself."""
+    return any(pid != os.getpid() for pid in owners.pids())
 
 
 def _refuse_second(store: Path) -> None:
