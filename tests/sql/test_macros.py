@@ -47,8 +47,8 @@ def _unend(end: int) -> int | None:
 @st.composite
 def intervals(draw: st.DrawFn) -> list[Interval]:
     """Up to 12 small intervals: empty, touching, equal and open ones among them."""
-    rows = draw(st.lists(st.tuples(st.integers(0, 12), st.one_of(st.none(), st.integers(0, 6))), max_size=12))
-    return [(i + 1, start, None if length is None else start + length) for i, (start, length) in enumerate(rows)]
+    rows = draw(st.lists(st.tuples(st.integers(0, 12), st.integers(-1, 6)), max_size=12))
+    return [(i + 1, start, None if length < 0 else start + length) for i, (start, length) in enumerate(rows)]
 
 
 @given(intervals())

@@ -8,6 +8,7 @@ DuckDB file through the collector's own decoder and writer. All values are seede
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from collectors.database import Database
@@ -17,17 +18,22 @@ from tests.synthetic.run import FAULTS, SECOND, Run
 from tests.synthetic.steps import requests
 from tests.synthetic.wire import Request
 
-__all__ = ["FAULTS", "SECOND", "Request", "Run", "batch", "fill", "requests"]
+__all__ = ["FAULTS", "SECOND", "Request", "Run", "batch", "deliver", "fill", "requests"]
 
 
 def fill(store: Path, *runs: Run) -> None:
     """Write runs into a store through the real decoder and writer; the file is closed on return."""
+    deliver(store, (request for run in runs for request in requests(run)))
+
+
+def deliver(store: Path, sent: Iterable[Request]) -> None:
+    """Write requests into a store, as ``fill``."""
     database = Database(store)
     try:
         decoder, writer = Decoder(database.columns), Writer(database.con, database.columns)
         writer.start()
         pending = []
-        for request in (request for run in runs for request in requests(run)):
+        for request in sent:
             while not writer.has_room():
                 pending.pop(0).result(60)
             pending.append(writer.submit(batch(decoder, request)))

@@ -77,10 +77,12 @@ def emit_tool(run: Run, rollout: dict[str, Any], identity: dict[str, Any], polic
 
 
 def emit_samples(run: Run, step: int, start: int, end: int, policies: list[Process], rng: random.Random) -> None:
-    """Two samples a second of every engine while the step samples, and one after, when nothing runs."""
+    """Two samples a second of every engine while the step samples, and for 10 s after, when nothing runs."""
     for policy in policies:
         starved = run.has("starved_engine", step) and policy.rank == 1
-        for i, time_ns in enumerate([*range(start + SECOND // 4, end, SECOND // 2), end + SECOND // 4]):
+        for i, time_ns in enumerate(
+            [*range(start + SECOND // 4, end, SECOND // 2), *range(end + 1, end + 10 * SECOND, SECOND // 2)]
+        ):
             running = 0 if starved or time_ns > end else rng.randint(2, 4)
             made = (step * 20 + i) * 100
             attributes = {
