@@ -1,7 +1,8 @@
 -- Training against inference: per step, how far the trainer's log-probs of the sampled tokens are from those the engine reported.
 -- mixed_versions: rollouts whose tokens come from more than one policy_version, where a gap is expected; where all come from one, a
 -- gap is numerics or weights that were not what they claimed. k3 is the estimator of the KL divergence. worst is the rollout
--- with the largest gap. usual is the median gap over the steps asked for.
+-- with the largest gap. mismatched counts tokens whose stored values differ; those are rounded unless telemetry.token_decimals is null.
+-- usual is the median gap over the steps asked for.
 -- Example: FROM mismatch('my-run') WHERE gap > 5 * usual ORDER BY step;
 CREATE OR REPLACE MACRO mismatch(run, first_step := NULL, last_step := NULL) AS TABLE
 WITH samples AS (
