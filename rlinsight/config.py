@@ -14,7 +14,16 @@ from typing import Annotated, Any, Literal, get_args
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from rlinsight import DEFAULT_STORE
 from rlinsight.errors import ConfigError
@@ -347,14 +356,20 @@ class TelemetrySection(Section):
         default_factory=list, description="metrics endpoints the collector scrapes while the run lasts"
     )
 
+    @field_validator("text", mode="before")
+    @classmethod
+    def _off_is_no_boolean(cls, value: Any) -> Any:
+        return "off" if value is False else value  # as YAML reads an unquoted off
+
     @model_validator(mode="after")
     def _no_idle_options(self) -> TelemetrySection:
-        default = {
-            name: field.get_default(call_default_factory=True) for name, field in type(self).model_fields.items()
-        }
-        idle = {name for name in default if getattr(self, name) != default[name]} - {"enabled", "store"}
+        fields = type(self).model_fields.items()
+        changed = [
+            name for name, field in fields if getattr(self, name) != field.get_default(call_default_factory=True)
+        ]
+        idle = sorted(set(changed) - {"enabled", "store"})
         if idle and not self.enabled:
-            raise ValueError(f"enabled=false records nothing; remove {', '.join(sorted(idle))}, or enable it")
+            raise ValueError(f"enabled=false records nothing; remove {', '.join(idle)}, or enable it")
         return self
 
     @model_validator(mode="after")

@@ -100,3 +100,10 @@ def test_config_is_frozen_and_hash_follows_values() -> None:
         parsed.trainer.total_steps = 5  # type: ignore[misc]
     assert parsed.hash() == config.parse(MINIMAL).hash()
     assert parsed.hash() != config.parse(with_value("trainer.total_steps", 5)).hash()
+
+
+def test_a_switch_spelled_as_yaml_reads_it_is_understood() -> None:
+    """An unquoted ``text: off`` is a boolean to YAML and the mode to us; true is no mode."""
+    assert config.parse(with_value("telemetry.text", False)).telemetry.text == "off"
+    with pytest.raises(ConfigError, match=r"telemetry.text=True"):
+        config.parse(with_value("telemetry.text", True))

@@ -57,4 +57,4 @@ def test_settings_of_a_record_that_is_off_are_refused(place: Place) -> None:  # 
     resolved = parse(yaml.safe_load(place.config.read_text())).model_dump(mode="json")
     assert not parse(resolved).telemetry.enabled
     with pytest.raises(ConfigError, match="remove text"):
-        parse(resolved | {"telemetry": resolved["telemetry"] | {"text": "off"}})
+        parse(resolved | {"telemetry": resolved["telemetry"] | {"text": "redacted"}})

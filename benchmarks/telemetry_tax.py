@@ -1,0 +1,173 @@
+"""Telemetry's share of a step's time: whole runs with everything on and with telemetry off, in alternation.
+
+    python benchmarks/telemetry_tax.py [--pairs 8] [--steps 12] [--config configs/quickstart.yaml] [--output FILE.md]
+
+On is text in full, token arrays, metrics and system metrics each second, and two endpoints scraped each second: more
+than the defaults. Off is ``telemetry.enabled=false``. Both arms train the same steps from the same seed; which of a
+pair goes first alternates, so that a machine that warms up or slows down favours neither. The step times are those of
+the trainer's own progress report; the first two steps of a run warm up and are left out. The ratio is that of the
+pairs' median step times, with a bootstrap interval over pairs. Beside it, the part of the controller's and the
+workers' time that was spent inside emit calls, which telemetry measures itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+
+from rlinsight import store
+
+ROOT = Path(__file__).resolve().parent.parent
+WARM_UP = 2  # steps
+TABLES = ("otel_spans", "otel_logs", "otel_metrics")
+TRAIN = """
+import json, sys
+from pathlib import Path
+from rich.console import Console
+from core_trainer import controller
+from rlinsight import launch
+from rlinsight.config import load
+
+config, seconds = load(Path(sys.argv[1]), sys.argv[3:]), []
+
+def timed(config, job, reporter):
+    told = reporter.step
+    def step(report):
+        seconds.append(report.seconds)
+        told(report)
+    reporter.step = step
+    return controller.run(config, job, reporter)
+
+code = launch.train(config, Console(stderr=True), controller=timed)
+Path(sys.argv[2]).write_text(json.dumps(seconds))
+sys.exit(code)
+"""
+EMITTING = "SELECT coalesce(sum(overhead_s), 0) AS s, count(*) AS n FROM health WHERE run_id IS NOT NULL"
+
+
+def main() -> None:
+    """Run the pairs and report."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--pairs", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=12, help="of each run; the first two are left out")
+    parser.add_argument("--config", type=Path, default=ROOT / "configs/quickstart.yaml")
+    parser.add_argument("--output", type=Path, help="markdown file; printed in any case")
+    parser.add_argument("overrides", nargs="*", help="further section.key=value of both arms")
+    options = parser.parse_args()
+    if options.steps <= WARM_UP:
+        parser.error(f"--steps {options.steps}: the first {WARM_UP} are left out; ask for more")
+    with tempfile.TemporaryDirectory() as folder:
+        urls = [serve() for _ in range(2)]
+        pairs, emitting = [], []
+        for index in range(options.pairs):
+            arms = {}
+            for arm in ("on", "off") if index % 2 == 0 else ("off", "on"):
+                place = Path(folder) / f"{index}-{arm}"
+                arms[arm] = train(options, place, settings(arm, place, urls))
+                print(f"pair {index + 1} {arm}: {statistics.median(arms[arm]):.4f} s per step", file=sys.stderr)
+            pairs.append((arms["on"], arms["off"]))
+            emitting.append(spent(Path(folder) / f"{index}-on"))
+    text = report(pairs, emitting, options)
+    if options.output:
+        options.output.write_text(text)
+    print(text)
+
+
+def serve() -> str:
+    """An endpoint like that of an engine: 40 counters and 10 histograms. Returns its URL."""
+    registry = CollectorRegistry()
+    for index in range(40):
+        Counter(f"counter_{index}", "a counter", ["engine"], registry=registry).labels("0").inc(index)
+    for index in range(10):
+        Histogram(f"histogram_{index}", "a histogram", registry=registry).observe(index)
+    server, _ = start_http_server(0, "127.0.0.1", registry)
+    return f"http://127.0.0.1:{server.server_port}/metrics"
+
+
+def settings(arm: str, place: Path, urls: list[str]) -> list[str]:
+    """Overrides of one arm."""
+    if arm == "off":
+        return [f"telemetry.store={place / 'store.duckdb'}", "telemetry.enabled=false"]
+    targets = [{"name": f"engine-{index}", "url": url, "interval_s": 1} for index, url in enumerate(urls)]
+    return [
+        f"telemetry.store={place / 'store.duckdb'}",
+        "telemetry.text=full",
+        "telemetry.token_arrays=true",
+        "telemetry.system_metrics=true",
+        "telemetry.metrics_interval_s=1",
+        f"telemetry.scrape={json.dumps(targets)}",
+    ]
+
+
+def train(options: argparse.Namespace, place: Path, overrides: list[str]) -> list[float]:
+    """One run in a process of its own; seconds of its steps after the warm-up."""
+    place.mkdir()
+    common = [f"run.dir={place / 'runs'}", f"trainer.total_steps={options.steps}", *options.overrides]
+    subprocess.run(
+        [sys.executable, "-c", TRAIN, str(options.config), str(place / "seconds.json"), *common, *overrides],
+        cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    return json.loads((place / "seconds.json").read_text())[WARM_UP:]
+
+
+def spent(place: Path) -> dict[str, Any]:
+    """Seconds inside emit calls, of how many processes, and what was recorded, of one run."""
+    path = place / "store.duckdb"
+    (row,) = store.query(EMITTING, store=path).to_pylist()
+    counts = ", ".join(f"(SELECT count(*) FROM {table}) AS {table}" for table in TABLES)
+    (size,) = store.query(f"SELECT {counts}", store=path).to_pylist()
+    return row | size
+
+
+def interval(pairs: list[tuple[float, float]], draws: int = 10_000) -> tuple[float, float]:
+    """95% bootstrap interval of the median ratio over pairs."""
+    draw = random.Random(1)
+    ratios = [on / off for on, off in pairs]
+    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(draws))
+    return medians[int(0.025 * draws)], medians[int(0.975 * draws)]
+
+
+def report(pairs: list[tuple[list[float], list[float]]], emitting: list[dict[str, Any]], options: Any) -> str:
+    """Markdown: the machine, the command, one row per pair, the ratio."""
+    medians = [(statistics.median(on), statistics.median(off)) for on, off in pairs]
+    ratio = statistics.median(on / off for on, off in medians)
+    low, high = interval(medians)
+    seconds = sum(sum(on) for on, _ in pairs) / len(pairs)
+    inside = statistics.mean(row["s"] for row in emitting)
+    spans, records, points = (round(statistics.mean(row[table] for row in emitting)) for table in TABLES)
+    machine = f"{platform.processor() or platform.machine()}, {psutil.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+    lines = [
+        "# Telemetry tax",
+        "",
+        f"    python benchmarks/telemetry_tax.py --pairs {options.pairs} --steps {options.steps}",
+        "",
+        f"`{options.config.name}` on {machine}, {time.strftime('%Y-%m-%d')}. Everything on against telemetry off, "
+        f"{options.pairs} alternating pairs, {options.steps - WARM_UP} steps each.",
+        "",
+        f"Step time with everything on over step time without: {ratio:.4f} (95% interval {low:.4f} to {high:.4f}).",
+        "",
+        f"Inside emit calls: {inside * 1000:.0f} ms of {emitting[0]['n']} processes, in a run of {seconds:.0f} s of "
+        f"steps that stored {spans} spans, {records} log records and {points} metric points.",
+        "",
+        "| pair | on, median s | off, median s | ratio |",
+        "|---|---|---|---|",
+        *(f"| {i} | {on:.4f} | {off:.4f} | {on / off:.4f} |" for i, (on, off) in enumerate(medians, start=1)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
