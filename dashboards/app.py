@@ -11,6 +11,8 @@ st.navigation(
         st.Page("app_pages/overview.py", title="Overview", url_path="overview", default=True),
         st.Page("app_pages/timeline.py", title="Timeline", url_path="timeline"),
         st.Page("app_pages/rollouts.py", title="Rollouts", url_path="rollouts"),
+        st.Page("app_pages/traces.py", title="Traces", url_path="traces"),
+        st.Page("app_pages/metrics.py", title="Metrics", url_path="metrics"),
         st.Page("app_pages/sql.py", title="SQL", url_path="sql"),
     ],
     position="top",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import streamlit as st
 
 from dashboards.text import escape
+from rlinsight.store import Endpoint, is_loopback
 
 
 def _panel(title: str, *lines: str) -> None:
@@ -61,3 +63,39 @@ def store_error(error: Exception) -> None:
 def nothing_matches() -> None:
     """A filter keeps no row."""
     _panel("No rollout matches", "Widen the filters above.")
+
+
+def no_trace_matches() -> None:
+    """A filter keeps no trace."""
+    _panel("No trace matches", "Widen the filters above.")
+
+
+def no_spans(path: Path, endpoint: Endpoint | None) -> None:
+    """The store has no span."""
+    _panel("No traces yet", "Every run and any OpenTelemetry sender can fill this page.", *_exporter(path, endpoint))
+
+
+def no_metrics(path: Path, endpoint: Endpoint | None) -> None:
+    """The store has no metric point for what is asked."""
+    _panel(
+        "No metrics here",
+        "A run reports its processes and machines unless it has <code>telemetry.system_metrics: false</code>.",
+        "It collects an engine's metrics when told where they are:<br>"
+        "<code>telemetry.scrape: [{name: engine, url: http://127.0.0.1:8000/metrics}]</code>",
+        *_exporter(path, endpoint),
+    )
+
+
+def _exporter(path: Path, endpoint: Endpoint | None) -> list[str]:
+    """How to point any OpenTelemetry exporter at this store."""
+    if endpoint is None:
+        start = f"<code>rlinsight collect --store {escape(path)}</code>"
+        return ["Anything else that speaks OTLP can send here, once a collector runs:", start]
+    lines = [
+        "Anything else that speaks OTLP can send here:",
+        f"<code>OTEL_EXPORTER_OTLP_ENDPOINT={escape(endpoint.http)} OTEL_EXPORTER_OTLP_PROTOCOL=http/protobuf</code>",
+        f"or gRPC: <code>OTEL_EXPORTER_OTLP_ENDPOINT=http://{escape(endpoint.grpc)}</code>",
+    ]
+    if not is_loopback(urlsplit(endpoint.http).hostname or ""):
+        lines.append("with the token: <code>OTEL_EXPORTER_OTLP_HEADERS='authorization=Bearer …'</code>")
+    return lines

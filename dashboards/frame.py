@@ -1,6 +1,7 @@
 """What all pages share: run selector, status line, live refresh, and the right answer when there is nothing to show.
 
-A page hands its body to ``page``; the body gets a ``View`` and draws. StoreErrors end here as a sentence.
+A page about a run hands its body to ``page`` and gets a ``View``; one about whole stores, with or without runs, to
+``store_page`` and gets a ``StoreView``. StoreErrors end here as a sentence.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
-from dashboards import empty, palette, queries, state
+from dashboards import empty, palette, queries, state, trace_queries
 from dashboards.queries import Frame, Read, Row
 from dashboards.reader import read_at, read_now
 from dashboards.text import DASH, ago, duration, escape, missing, percent
@@ -21,6 +23,7 @@ from rlinsight import store
 from rlinsight.errors import StoreError
 
 REFRESH_S = 2.0
+STORE_REFRESH_S = 5.0  # pages of the whole store have no small counter to watch: every batch may change what they show
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,18 @@ class View:
         return 0 if missing(self.run["last_step"]) else int(self.run["last_step"])
 
 
+@dataclass(frozen=True)
+class StoreView:
+    """A store, its runs if it has any, and how to read it."""
+
+    path: Path
+    runs: Frame  # of queries.runs
+    read: Read  # answers move with every stored batch
+    endpoint: store.Endpoint | None  # of the collector that owns it right now
+
+
 Body = Callable[[View], None]
+V = TypeVar("V")
 
 
 def page(body: Body, refresh: bool = True) -> None:
@@ -69,7 +83,32 @@ def page(body: Body, refresh: bool = True) -> None:
         _guarded(body, drawn[0])
 
 
-def _guarded(body: Body, view: View) -> None:
+def store_page(body: Callable[[StoreView], None]) -> None:
+    """Draw ``body`` over the whole store; redrawn every STORE_REFRESH_S while a collector lives or is waited for."""
+    state.restore()
+    waiting = st.session_state.setdefault("store_waiting", True)
+
+    def draw() -> None:
+        path = state.store_path()
+        endpoint = store.read_endpoint(path)
+        if path.exists():
+            _guarded(lambda at: body(_store_view(at, endpoint)), path)
+        else:
+            empty.no_store(path)
+        still = endpoint is not None or not path.exists()
+        if still != st.session_state["store_waiting"]:
+            st.session_state["store_waiting"] = still
+            st.rerun()
+
+    st.fragment(draw, run_every=STORE_REFRESH_S if waiting else None)()
+
+
+def _store_view(path: Path, endpoint: store.Endpoint | None) -> StoreView:
+    now = read_now(path)
+    return StoreView(path, queries.runs(now), read_at(path, trace_queries.version(now)), endpoint)
+
+
+def _guarded(body: Callable[[V], None], view: V) -> None:
     try:
         body(view)
     except StoreError as error:
@@ -103,7 +142,7 @@ def _select(path: Path) -> View | None:
         empty.no_runs(path)
         return None
     left, right = st.columns([2, 7], vertical_alignment="center")
-    run_id = _selector(runs, left)
+    run_id = run_selector(runs, left)
     if run_id is None:
         empty.no_run_selected()
         return None
@@ -116,7 +155,8 @@ def _select(path: Path) -> View | None:
     return view
 
 
-def _selector(runs: Frame, where: DeltaGenerator) -> str | None:
+def run_selector(runs: Frame, where: DeltaGenerator, placeholder: str = "Pick a run") -> str | None:
+    """The run the reader chose, the newest until then; None once the choice was cleared."""
     ids = [str(run_id) for run_id in runs["run_id"]]
     if state.get("run") is None and not st.session_state.get("cleared"):
         state.select("run", ids[0])
@@ -140,7 +180,7 @@ def _selector(runs: Frame, where: DeltaGenerator) -> str | None:
         format_func=lambda run_id: labels.get(str(run_id), str(run_id)),
         key="run_choice",
         on_change=chosen,
-        placeholder="Pick a run",
+        placeholder=placeholder,
         label_visibility="collapsed",
     )
     return state.get("run")
@@ -181,7 +221,7 @@ def _status(view: View) -> str:
         f'<span class="rl-dim">{escape(run["algorithm"])} · {escape(run["model"])}</span>',
         f'<span class="rl-dim">started {ago(began)}{f", took {duration(length)}" if length else ""}</span>',
         _completeness(view),
-        _source(view),
+        source(view.path, view.live),
     ]
     return f'<div class="rl-bar">{"".join(parts)}</div>'
 
@@ -199,9 +239,10 @@ def _completeness(view: View) -> str:
     )
 
 
-def _source(view: View) -> str:
-    if store.read_endpoint(view.path) is not None:
+def source(path: Path, expected: bool) -> str:
+    """HTML: who answers the reads. A collector is ``expected`` while a run is on."""
+    if store.read_endpoint(path) is not None:
         return '<span class="rl-dim">live from the collector</span>'
-    if view.live:
+    if expected:
         return f'<span style="color:{palette.AMBER}">collector is down: showing what is stored</span>'
     return '<span class="rl-dim">read from the file</span>'

@@ -37,7 +37,7 @@ def gantt(spans: Frame, steps: Frame, now_ns: int) -> Gantt:
     origin = int(rows["start_ns"].min())
     figure = go.Figure()
     for (colour, is_open), part in placed.groupby(["colour", "open"], sort=False):
-        _bars(figure, part, str(colour), bool(is_open), origin)
+        bars(figure, part, str(colour), bool(is_open), origin)
     extent = (int(rows["end"].max()) - origin) / 1e9
     _axes(figure, lanes, extent)
     if len(steps) > 1:
@@ -97,7 +97,11 @@ def _first_free_row(extent: Frame) -> dict[str, int]:
     return rows
 
 
-def _bars(figure: go.Figure, part: Frame, colour: str, is_open: bool, origin: int) -> None:
+def bars(figure: go.Figure, part: Frame, colour: str, is_open: bool, origin: int) -> None:
+    """Add the spans of one look at their ``y`` and ``thick``; seconds count from ``origin``, a click gives the span id.
+
+    Wide bars bear their name.
+    """
     start = (part["start_ns"] - origin) / 1e9
     seconds = (part["end"] - part["start_ns"]) / 1e9
     label = [_label(*names) for names in zip(part["name"], part["phase"], part["method"], strict=True)]
@@ -105,7 +109,8 @@ def _bars(figure: go.Figure, part: Frame, colour: str, is_open: bool, origin: in
     failed = part["failed"].fillna(False)
     hover = [
         f"<b>{text}</b><br>{'open for ' if is_open else ''}{duration(s)}, from {at:.3f} s<br>"
-        f"step {step} · {escape(lane)}"
+        + ("" if missing(step) else f"step {step} · ")
+        + escape(lane)
         + ("" if missing(rollout) else f"<br>{escape(rollout)}")
         + ("<br>ended in an error" if bad else "")
         for text, s, at, step, lane, rollout, bad in zip(
@@ -114,6 +119,7 @@ def _bars(figure: go.Figure, part: Frame, colour: str, is_open: bool, origin: in
     ]
     figure.add_bar(
         orientation="h", base=start, x=seconds, y=part["y"], width=part["thick"], hovertext=hover,
+        customdata=part["span_id"], unselected={"marker": {"opacity": 1}},
         hovertemplate="%{hovertext}<extra></extra>",
         text=[text if thick >= ROW - 2 else "" for text, thick in zip(label, part["thick"], strict=True)],
         textposition="inside", insidetextanchor="start", textangle=0, textfont=label_font,

@@ -1,4 +1,5 @@
-"""Every question the pages ask, as SQL over the store's views: the only place with SQL outside the editor.
+"""Every question the pages ask of a run, as SQL over the store's views. SQL stands in modules of queries alone; those
+of traces and metrics are ``trace_queries`` and ``metric_queries``.
 
 A function takes ``read`` (SQL and named parameters to a DataFrame) first, so it runs the same under Streamlit's cache,
 in a test, or in a notebook. Every answer is bounded: by the run and a step range, by a LIMIT, or by a bucket count.

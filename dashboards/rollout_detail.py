@@ -159,7 +159,10 @@ def _trace(view: View, row: Row) -> None:
         if missing(row["trace_id"]):
             st.caption("No span of this rollout is stored.")
             return
-        st.code(row["trace_id"], language=None)
+        st.page_link(
+            "app_pages/traces.py", label=f"Trace {row['trace_id']}", icon=":material/account_tree:",
+            query_params={"trace": str(row["trace_id"])},
+        )  # fmt: skip
         spans = queries.trace(view.read, row["trace_id"])
         if len(spans):
             origin = spans["start_ns"].min()

@@ -1,4 +1,4 @@
-"""What the reader is looking at: store, run, step, rollout; mirrored in the URL, so a link shows the same.
+"""What the reader is looking at: store, run, step, rollout, trace, span; mirrored in the URL, so a link shows the same.
 
 Filters are widgets bound to the URL by Streamlit itself; they live in their pages.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import streamlit as st
 
-KEYS = ("run", "step", "rollout")
+KEYS = ("run", "step", "rollout", "trace", "trace_span")
 STORE_VARIABLE = "RLINSIGHT_STORE"
 DEFAULT_STORE = "runs/rlinsight.duckdb"
 
@@ -25,15 +25,14 @@ def store_path() -> Path:
 
 
 def restore() -> None:
-    """Take over what a shared link says, once, and put the selection back after a page switch cleared the URL."""
+    """Take over what a link says, and put the rest of the selection back after a page switch cleared the URL."""
     for key in KEYS:
-        if key not in st.session_state:
-            st.session_state[key] = st.query_params.get(key)
+        st.session_state[key] = st.query_params.get(key, st.session_state.get(key))
         _mirror(key)
 
 
 def get(key: str) -> str | None:
-    """The selected run id, step or rollout id."""
+    """The selected run id, step, rollout id, trace id or span id."""
     return st.session_state.get(key)
 
 
@@ -44,11 +43,13 @@ def step() -> int | None:
 
 
 def select(key: str, value: str | int | None) -> None:
-    """Select; choosing another run forgets the step and rollout of the previous one."""
+    """Select; choosing another run forgets the step and rollout of the previous one, another trace its span."""
     value = None if value is None else str(value)
     if key == "run" and get("run") not in (None, value):
         select("step", None)
         select("rollout", None)
+    if key == "trace" and get("trace") != value:
+        select("trace_span", None)
     st.session_state[key] = value
     _mirror(key)
 

@@ -7,7 +7,7 @@ import time
 import pandas as pd
 import streamlit as st
 
-from dashboards import charts, empty, frame, queries, state
+from dashboards import charts, empty, frame, queries, state, trace_queries
 from dashboards.frame import View
 from dashboards.gantt import gantt
 from dashboards.queries import Frame
@@ -22,7 +22,7 @@ def body(view: View) -> None:
     if newest == 0:
         empty.no_steps(str(view.run["status"]))
         return
-    first, last = _range(newest)
+    first, last = _range(view, newest)
     reads = view.read_live if view.live and last >= view.steps_done else view.read
     spans = queries.spans(reads, view.run_id, first, last)
     walls = queries.step_walls(view.read, view.run_id, first, last)
@@ -35,7 +35,7 @@ def body(view: View) -> None:
         _totals(queries.span_totals(reads, view.run_id, first, last))
 
 
-def _range(newest: int) -> tuple[int, int]:
+def _range(view: View, newest: int) -> tuple[int, int]:
     """First and last step to draw; without a selected step the newest is followed."""
     chosen = min(state.step() or newest, newest)
     st.session_state["step_input"] = chosen
@@ -52,6 +52,10 @@ def _range(newest: int) -> tuple[int, int]:
             label="Rollouts of this step",
             query_params={"run": str(state.get("run")), "from": str(chosen), "to": str(chosen)},
         )
+        trace = trace_queries.step_trace(view.read_live, view.run_id, chosen)
+        if trace is not None:
+            link = {"trace": trace, "run": str(state.get("run")), "step": str(chosen)}
+            st.page_link("app_pages/traces.py", label="Trace of this step", query_params=link)
     return chosen, min(newest, chosen + int(count) - 1)
 
 
