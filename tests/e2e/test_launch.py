@@ -32,6 +32,24 @@ def heed_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
+WORKER = """
+import select, sys, time
+from functools import partial
+from pathlib import Path
+from rlinsight import store, telemetry
+path = Path(sys.argv[1])
+address, token = store.locate(path)
+telemetry.setup("worker", spool_dir=Path(sys.argv[2]), run_id="another", attempt=1, endpoint=address, token=token,
+    locate=partial(store.locate, path))
+beats = 0
+while not select.select([sys.stdin], [], [], 0.05)[0]:
+    telemetry.event("beat", {"i": beats})
+    beats += 1
+assert telemetry.shutdown(20)
+print(beats)
+"""
+
+
 class Place:
     """A folder with a config, a store and the runs trained into it."""
 
@@ -58,6 +76,13 @@ class Place:
         return subprocess.Popen(
             command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heed_signals
         )
+
+    def start_worker(self) -> subprocess.Popen[str]:
+        """A process of its own that emits until it reads a line, then tells how much."""
+        return subprocess.Popen(
+            [sys.executable, "-c", WORKER, str(self.store), str(self.path / "worker-spool")],
+            cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
 
     def run(self, mode: str, *arguments: str) -> tuple[int, str, str]:
         process = self.start(mode, *arguments)
@@ -234,21 +259,39 @@ def test_a_spool_that_cannot_be_delivered_at_the_end_fails_no_run(place: Place) 
     assert "rlinsight ingest" in out
 
 
-def test_a_collector_that_dies_costs_nothing(place: Place) -> None:
-    """Training goes on without it, and the end of the run brings the record in through a new one."""
-    place.write(total_steps=8)
+def test_a_collector_that_dies_is_replaced_while_the_run_goes_on(place: Place) -> None:
+    """Twice; the senders of the run and of another process follow, all is stored once, and every edge links."""
+    place.write(total_steps=25)
     process = place.start("slow")
-    place.wait_for(lambda: place.store.exists() and _steps(place))
-    endpoint = store.read_endpoint(place.store)
-    assert endpoint is not None
-    os.kill(endpoint.pid, signal.SIGKILL)
-    out, _ = process.communicate(timeout=60)
+    first = place.wait_for(lambda: store.read_endpoint(place.store))
+    worker = place.start_worker()
+    seen = [first.pid]
+    for _ in range(2):
+        place.wait_for(lambda: _steps(place) and place.query("select 1 from otel_logs where event_name = 'beat'"))
+        os.kill(seen[-1], signal.SIGKILL)
+        place.wait_for(lambda: (now := store.read_endpoint(place.store)) and now.pid != seen[-1])
+        seen.append(store.read_endpoint(place.store).pid)  # type: ignore[union-attr]
+    known = len(place.query("select 1 from otel_logs where event_name = 'beat'"))
+    place.wait_for(lambda: len(place.query("select 1 from otel_logs where event_name = 'beat'")) > known)
+    assert process.poll() is None, "the run ended before its worker was seen to follow"
+    sent = int(worker.communicate("stop\n", timeout=30)[0].split()[-1])
+    out, err = process.communicate(timeout=60)
     assert process.returncode == 0
     assert "left on disk" not in out
-    [run] = place.query("select status, steps_done from runs")
-    assert run == {"status": "finished", "steps_done": 8}
-    assert place.query("select count(*) as n from steps") == [{"n": 8}]
+    assert f"collector {seen[0]} is gone, {seen[1]} took over" in err
+    assert place.query("select status, steps_done from runs where name = 'r'") == [
+        {"status": "finished", "steps_done": 25}
+    ]
+    assert place.query("select count(*) as n, count(distinct step) as steps from steps") == [{"n": 25, "steps": 25}]
+    assert place.query("select count(*) as n from otel_logs where event_name = 'beat'") == [{"n": sent}]
+    assert place.query("select edge from v_linkage where linked <> n") == []
+    assert place.query("select sum(missing) as missing, sum(dropped) as dropped from health") == [
+        {"missing": 0, "dropped": 0}
+    ]
     assert place.processes() == []
+    log = place.store.with_name(f"{place.store.name}.collector.log")
+    assert log.stat().st_mode & 0o777 == 0o600
+    assert log.read_text().count("collecting into") == 3
 
 
 def test_a_store_that_dies_with_its_collector_still_lets_the_run_finish(place: Place) -> None:

@@ -1,0 +1,251 @@
+"""The collector as a service: probes, metrics, systemd, its log, memory limits, and stock senders of every signal."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc.error_details_pb2 import RetryInfo
+from google.rpc.status_pb2 import Status
+from opentelemetry.exporter.otlp.proto.grpc import _log_exporter as grpc_logs
+from opentelemetry.exporter.otlp.proto.grpc import metric_exporter as grpc_metrics
+from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as grpc_traces
+from opentelemetry.exporter.otlp.proto.http import Compression, _log_exporter, metric_exporter, trace_exporter
+from opentelemetry.sdk._logs import LoggerProvider
+from opentelemetry.sdk._logs.export import SimpleLogRecordProcessor
+from opentelemetry.sdk.metrics import AlwaysOnExemplarFilter, MeterProvider
+from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+from opentelemetry.sdk.metrics.view import ExponentialBucketHistogramAggregation, View
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from prometheus_client.parser import text_string_to_metric_families
+
+from collectors import limits, server
+from rlinsight.store import query
+from tests.collectors.live import Collector, collector
+from tests.promises.support import log_request
+
+PROTOBUF = {"content-type": "application/x-protobuf"}
+LOGS = "/opentelemetry.proto.collector.logs.v1.LogsService/Export"
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Collector]:
+    with collector(tmp_path_factory.mktemp("service") / "s.duckdb") as running:
+        yield running
+
+
+def _ask(running: Collector, sql: str, **params: Any) -> list[dict[str, Any]]:
+    return query(sql, store=Path(running.endpoint.store), params=params).to_pylist()
+
+
+def _exporters(running: Collector, transport: str) -> tuple[Any, Any, Any]:
+    """OpenTelemetry's own exporters of spans, logs and metrics."""
+    if transport == "grpc":
+        options: dict[str, Any] = {
+            "endpoint": running.endpoint.grpc, "insecure": True, "compression": grpc.Compression.Gzip
+        }  # fmt: skip
+        kinds = grpc_traces.OTLPSpanExporter, grpc_logs.OTLPLogExporter, grpc_metrics.OTLPMetricExporter
+        return tuple(kind(**options) for kind in kinds)  # type: ignore[return-value]
+    kinds = trace_exporter.OTLPSpanExporter, _log_exporter.OTLPLogExporter, metric_exporter.OTLPMetricExporter
+    return tuple(
+        kind(endpoint=f"{running.endpoint.http}/v1/{signal}", compression=Compression.Gzip)
+        for kind, signal in zip(kinds, ("traces", "logs", "metrics"), strict=True)
+    )  # type: ignore[return-value]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["grpc", "http"])
+def test_stock_senders_of_all_signals_land(shared: Collector, transport: str) -> None:
+    """Spans, logs, exponential histograms and exemplars of an unmodified SDK without one of our names, gzipped."""
+    spans, logs, metrics = _exporters(shared, transport)
+    resource = Resource({"service.name": f"stock-{transport}", "host.name": "h"})
+    tracing = TracerProvider(resource=resource)
+    tracing.add_span_processor(SimpleSpanProcessor(spans))
+    logging = LoggerProvider(resource=resource)
+    logging.add_log_record_processor(SimpleLogRecordProcessor(logs))
+    view = View(instrument_name="latency", aggregation=ExponentialBucketHistogramAggregation())
+    metering = MeterProvider(
+        [PeriodicExportingMetricReader(metrics, export_interval_millis=10**6)], resource,
+        exemplar_filter=AlwaysOnExemplarFilter(), views=[view],
+    )  # fmt: skip
+    meter = metering.get_meter("m")
+    with tracing.get_tracer("t").start_as_current_span("checkout", attributes={"cart": 3}) as span:
+        meter.create_histogram("latency", "ms").record(250, {"route": "/"})
+        meter.create_counter("orders").add(2)
+        from opentelemetry._logs import LogRecord
+
+        logging.get_logger("l").emit(LogRecord(body="paid", severity_text="INFO"))
+    for provider in (tracing, logging, metering):
+        provider.shutdown()
+    service = f"stock-{transport}"
+    trace_id = format(span.get_span_context().trace_id, "032x")
+    assert _ask(shared, "SELECT name, trace_id, run_id FROM otel_spans WHERE service_name = $s", s=service) == [
+        {"name": "checkout", "trace_id": trace_id, "run_id": None}
+    ]
+    assert _ask(shared, "SELECT body, trace_id FROM otel_logs WHERE service_name = $s", s=service) == [
+        {"body": "paid", "trace_id": trace_id}
+    ]
+    points = _ask(
+        shared,
+        "SELECT name, kind, coalesce(sum, value) AS total, detail ->> '$.scale' AS scale, "
+        "exemplars ->> '$[0].trace_id' AS seen_in FROM otel_metrics WHERE service_name = $s ORDER BY name",
+        s=service,
+    )
+    assert [(point["name"], point["kind"], point["total"]) for point in points] == [
+        ("latency", "exponential_histogram", 250.0),
+        ("orders", "sum", 2.0),
+    ]
+    assert points[0]["scale"] is not None
+    assert points[0]["seen_in"] == trace_id
+
+
+def _metrics(running: Collector) -> dict[str, float]:
+    families = text_string_to_metric_families(running.http.get("/metrics").text)
+    return {
+        ",".join([sample.name, *(f"{key}={value}" for key, value in sorted(sample.labels.items()))]): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+@pytest.mark.slow
+def test_metrics_count_what_happened(tmp_path: Path) -> None:
+    """Batches and items by outcome, bytes, commits, requests by transport and status, sizes, in Prometheus' format."""
+    with collector(tmp_path / "s.duckdb") as running:
+        body, headers = log_request(range(7)), {**PROTOBUF, "x-rlinsight-producer": "p", "x-rlinsight-seq": "1"}
+        for _ in range(2):
+            running.http.post("/v1/logs", content=body, headers=headers).raise_for_status()
+        assert running.http.post("/v1/logs", content=b"\xff", headers=PROTOBUF).status_code == 400
+        assert running.http.get("/nothing/here").status_code == 404
+        with grpc.insecure_channel(running.endpoint.grpc) as channel:
+            channel.unary_unary(LOGS)(log_request(range(3)))
+            with pytest.raises(grpc.RpcError):
+                channel.unary_unary(LOGS)(b"\xff")
+        seen = _metrics(running)
+        prefix = "rlinsight_collector_"
+        for name, value in {
+            "batches_total,outcome=stored,signal=logs": 2,
+            "batches_total,outcome=duplicate,signal=logs": 1,
+            "items_total,outcome=stored,signal=logs": 10,
+            "bytes_total": len(body) + len(log_request(range(3))),
+            "requests_total,endpoint=logs,status=200,transport=http": 2,
+            "requests_total,endpoint=logs,status=400,transport=http": 1,
+            "requests_total,endpoint=other,status=404,transport=http": 1,
+            "requests_total,endpoint=logs,status=OK,transport=grpc": 1,
+            "requests_total,endpoint=logs,status=INVALID_ARGUMENT,transport=grpc": 1,
+            "commit_seconds_count": 3,
+            "queue_batches": 0,
+            "active_queries": 0,
+            "ready": 1,
+        }.items():
+            assert seen[f"{prefix}{name}"] == value, name
+        assert seen[f"{prefix}store_bytes,file=wal"] > 0
+        assert seen["process_resident_memory_bytes"] > 10**7
+
+
+@pytest.mark.slow
+def test_an_overloaded_collector_tells_when_to_come_back(tmp_path: Path) -> None:
+    """While its disk is full, gRPC senders get UNAVAILABLE with RetryInfo, in both places it is looked for."""
+    import psutil
+
+    with collector(tmp_path / "s.duckdb") as running:
+        process = psutil.Process(running.process.pid)
+        process.rlimit(psutil.RLIMIT_FSIZE, (64 * 1024, psutil.RLIM_INFINITY))
+        with grpc.insecure_channel(running.endpoint.grpc) as channel, pytest.raises(grpc.RpcError) as caught:
+            channel.unary_unary(LOGS)(log_request(range(20_000)))
+        error: Any = caught.value
+        trailers = dict(error.trailing_metadata())
+        info, status = RetryInfo(), Status.FromString(trailers["grpc-status-details-bin"])
+        assert error.code() == grpc.StatusCode.UNAVAILABLE
+        assert (status.code, status.message) == (14, error.details())
+        assert status.details[0].Unpack(info)
+        assert info.retry_delay.seconds == 1
+        assert trailers["google.rpc.retryinfo-bin"] == info.SerializeToString()
+        assert running.http.get("/readyz").status_code == 503
+        assert _metrics(running)["rlinsight_collector_ready"] == 0
+
+
+@pytest.mark.slow
+def test_systemd_is_told_when_it_starts_and_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """READY=1 once it answers, STOPPING=1 before it drains; SIGTERM ends it with 0, and its log is on stderr."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        sock.bind(str(tmp_path / "notify"))
+        sock.settimeout(20)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        with collector(tmp_path / "s.duckdb") as running:
+            assert sock.recv(4096).decode().splitlines()[0] == "READY=1"
+            assert running.http.get("/readyz").status_code == 200
+            assert running.stop() == 0
+            assert sock.recv(4096) == b"STOPPING=1"
+            assert running.process.stderr is not None
+            assert b"collecting into" in running.process.stderr.read()
+
+
+@pytest.mark.slow
+def test_a_started_collector_is_no_service_of_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What systemd waits for from a training service its collector must not say; its log is private."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        sock.bind(str(tmp_path / "notify"))
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        endpoint = server.start_process(tmp_path / "s.duckdb", os.getpid())
+        os.kill(endpoint.pid, 15)
+        sock.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            sock.recv(1)
+    assert stat.S_IMODE(server.log_path(tmp_path / "s.duckdb").stat().st_mode) == 0o600
+
+
+def test_the_log_keeps_its_newest_half(tmp_path: Path) -> None:
+    """Over its size the oldest lines go, whole lines, and who has the file open appends behind the rest."""
+    store = tmp_path / "s.duckdb"
+    with server.log_path(store).open("ab") as writer:
+        line = 0
+        while writer.tell() <= server.MAX_LOG_BYTES:
+            writer.write(f"line {line}\n".encode())
+            line += 1
+        writer.flush()
+        server.cap_log(store)
+        writer.write(b"after\n")
+    lines = server.log_path(store).read_text().splitlines()
+    assert server.log_path(store).stat().st_size <= server.MAX_LOG_BYTES // 2 + 10
+    assert lines[-2:] == [f"line {line - 1}", "after"]
+    assert all(text.startswith("line ") for text in lines[:-1])
+    server.cap_log(tmp_path / "none.duckdb")
+
+
+@pytest.mark.parametrize(
+    ("cgroups", "files", "expected"),
+    [
+        ("0::/a/b\n", {"a/b/memory.max": "max", "a/memory.max": "1000000"}, 1_000_000),
+        ("0::/a/b\n", {"a/b/memory.max": "500000", "a/memory.max": "1000000"}, 500_000),
+        ("0::/\n", {"memory.max": "700000"}, 700_000),
+        ("5:cpu:/x\n4:memory:/a\n0::/\n", {"memory/a/memory.limit_in_bytes": "800000"}, 800_000),
+        ("4:memory:/gone/in/container\n", {"memory/memory.limit_in_bytes": "900000"}, 900_000),
+        ("4:cpu,memory:/a\n", {"memory/a/memory.limit_in_bytes": "9223372036854771712"}, None),
+        ("0::/a\n", {"a/memory.max": "max"}, None),
+        ("0::/a\n", {}, None),
+        (None, {}, None),
+    ],
+)
+def test_the_control_groups_limit_counts_where_it_is_lower(
+    tmp_path: Path, cgroups: str | None, files: dict[str, str], expected: int | None
+) -> None:
+    """Versions 1 and 2, limits of ancestors, a container's own root, and none at all (None: the machine's)."""
+    import psutil
+
+    if cgroups is not None:
+        (tmp_path / "cgroup").write_text(cgroups)
+    for name, text in files.items():
+        file = tmp_path / "fs" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{text}\n")
+    found = limits.memory_bytes(tmp_path / "cgroup", tmp_path / "fs")
+    assert found == (expected or psutil.virtual_memory().total)
