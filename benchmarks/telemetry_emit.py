@@ -1,4 +1,4 @@
-"""What telemetry costs the training thread: p50 and p99 of span() and event() with everything on.
+"""What telemetry costs the training thread: p50 and p99 of span(), event() and measurements, everything on.
 
     python benchmarks/telemetry_emit.py [--seconds 5] [--endpoint http://127.0.0.1:PORT]
 
@@ -18,10 +18,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from opentelemetry import metrics
 
 from rlinsight import names, telemetry
 
 TOKENS = 512
+LABELS = {"engine": "policy/0", "outcome": "ok"}
 SPAN = {names.PHASE: "train", names.BUCKET: "productive", names.NUM_TOKENS: 4096, names.BATCH_SIZE: 64}
 
 
@@ -66,20 +68,26 @@ def measure(call: Callable[[], None], seconds: float, pause_s: float) -> list[in
 def main() -> None:
     """Print one line per call and rate."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--seconds", type=float, default=5.0, help="duration of each of the six measurements")
+    parser.add_argument("--seconds", type=float, default=5.0, help="duration of each of the ten measurements")
     parser.add_argument("--endpoint", help="collector base URL; only spools when absent")
     options = parser.parse_args()
     event = event_attributes()
+    meter = metrics.get_meter("benchmark")
+    counter, histogram = meter.create_counter("calls"), meter.create_histogram("latency", "s")
     calls = {
         "span": one_span,
         "span, announced": one_announced_span,
         f"event, 4 x {TOKENS} tokens": lambda: telemetry.event(names.ROLLOUT_TRAINED, event),
+        "counter, 2 labels": lambda: counter.add(1, LABELS),
+        "histogram, 2 labels": lambda: histogram.record(0.25, LABELS),
     }
     print(f"{'call':<24}{'rate':<14}{'n':>8}{'p50 us':>9}{'p99 us':>9}{'mean us':>9}")
     for pause_s, rate in ((0.001, "~900/s"), (0.0, "closed loop")):
         for label, call in calls.items():
             with tempfile.TemporaryDirectory() as folder:
-                telemetry.setup("controller", spool_dir=Path(folder), run_id="b", attempt=1, endpoint=options.endpoint)
+                telemetry.setup(
+                    "controller", spool_dir=Path(folder), run_id="b", attempt=1, endpoint=options.endpoint, system=True
+                )
                 with telemetry.step_context(1), telemetry.span(names.STEP, root=True):
                     taken = measure(call, options.seconds, pause_s)
                 telemetry.shutdown(10 if options.endpoint else 0)

@@ -14,17 +14,13 @@ WITH points AS (
   SELECT *, lag(value) OVER series AS before, lag(start_ns) OVER series AS start_before, lag(time_ns) OVER series AS time_before
   FROM points
   WINDOW series AS (PARTITION BY run_id, attempt, service_name, service_instance_id, resource_attributes, attributes ORDER BY time_ns)
+), resets AS (
+  SELECT *, NOT is_delta AND (coalesce(value < before, false) OR coalesce(start_ns > start_before, false)) AS is_reset FROM steps
 ), grown AS (
-  SELECT * EXCLUDE (before, start_before, time_before, is_delta),
-    before IS NOT NULL AND (value < before OR start_ns > start_before) AND NOT is_delta AS is_reset,
-    CASE
-      WHEN is_delta THEN value
-      WHEN before IS NULL THEN CASE WHEN start_ns IS NOT NULL THEN value END
-      WHEN value < before OR start_ns > start_before THEN value
-      ELSE value - before
-    END AS increase,
-    CASE WHEN is_delta OR before IS NULL THEN start_ns ELSE greatest(time_before, coalesce(CASE WHEN start_ns > start_before THEN start_ns END, 0)) END AS from_ns
-  FROM steps
+  SELECT *,
+    CASE WHEN is_delta OR is_reset THEN value WHEN before IS NOT NULL THEN value - before WHEN start_ns IS NOT NULL THEN value END AS increase,
+    CASE WHEN is_delta OR before IS NULL THEN start_ns WHEN is_reset THEN greatest(time_before, start_ns) ELSE time_before END AS from_ns
+  FROM resets
 )
 SELECT run_id, attempt, rank, name, service_name, service_instance_id, resource_attributes, attributes, from_ns, time_ns, value, increase, is_reset,
   increase / nullif((time_ns - from_ns) / 1e9, 0) AS per_s
