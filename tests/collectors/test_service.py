@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import anyio
 import grpc
 import pytest
 from google.rpc.error_details_pb2 import RetryInfo
@@ -27,7 +28,9 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from prometheus_client.parser import text_string_to_metric_families
 
-from collectors import limits, server
+from collectors import limits, otlp_http, server
+from collectors.payload import PayloadError
+from collectors.writer import Overloaded
 from rlinsight.store import query
 from tests.collectors.live import Collector, collector
 from tests.promises.support import log_request
@@ -201,6 +204,56 @@ def test_a_started_collector_is_no_service_of_its_owner(tmp_path: Path, monkeypa
         with pytest.raises(BlockingIOError):
             sock.recv(1)
     assert stat.S_IMODE(server.log_path(tmp_path / "s.duckdb").stat().st_mode) == 0o600
+
+
+class Arrival:
+    """A request whose body comes in pieces; "stall" waits for ever."""
+
+    headers: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, *pieces: bytes | str) -> None:
+        self._pieces = pieces
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        for piece in self._pieces:
+            if isinstance(piece, str):
+                await anyio.sleep_forever()
+            else:
+                yield piece
+
+
+@pytest.mark.parametrize(
+    ("pieces", "outcome"),
+    [
+        ([b"ab", b"c"], b"abc"),
+        ([b"ab", "stall"], 408),
+        ([b"x" * 30, b"x" * 30], 413),
+        ([b"x" * 45], Overloaded),
+    ],
+)
+def test_bodies_on_their_way_in_are_bounded(
+    monkeypatch: pytest.MonkeyPatch, pieces: list[bytes | str], outcome: Any
+) -> None:
+    """In time, in bytes each, and in bytes of all together; whatever happens to one, its share is free again."""
+    monkeypatch.setattr(otlp_http, "MAX_BODY_BYTES", 50)
+    monkeypatch.setattr(otlp_http, "MAX_ARRIVING_BYTES", 100)
+    monkeypatch.setattr(otlp_http, "BODY_TIMEOUT_S", 0.05)
+    arriving = otlp_http._Arriving()
+    arriving.size = 60 if outcome is Overloaded else 0  # of others
+    others, seen = arriving.size, None
+
+    async def read() -> bytes:
+        with arriving.body() as body:
+            return await body.read(Arrival(*pieces))  # type: ignore[arg-type]
+
+    try:
+        seen = anyio.run(read)
+    except PayloadError as error:
+        seen = error.status
+    except Overloaded as error:
+        seen = type(error)
+    assert seen == outcome
+    assert arriving.size == others
 
 
 def test_the_log_keeps_its_newest_half(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""What the telemetry promises, and the tests that inject the fault. Tests live here where they need whole processes, and
-beside their module where they do not; test_index.py checks that each one named exists.
+"""What the telemetry promises, and the tests that inject the fault: here where they need whole processes, beside their
+module where they do not. test_index.py checks that each one named exists.
 
 1. Emit never blocks or fails training.
    tests/test_telemetry.py::test_a_hung_disk_costs_bounded_memory_and_no_time

@@ -39,7 +39,7 @@ PAYLOADS = [(request.signal, request.message.SerializeToString()) for request in
 TREES = [(request.signal, json_format.MessageToDict(request.message)) for request in SAMPLES]
 SERVICES = {"traces": "trace.v1.TraceService", "logs": "logs.v1.LogsService", "metrics": "metrics.v1.MetricsService"}
 FUZZING = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 )
 
 pytestmark = pytest.mark.slow
@@ -189,7 +189,7 @@ NAMES = st.text(st.characters(codec="latin-1", exclude_categories=["Cc"]), max_s
 NUMBERS = st.text("0123456789-+ e.²", max_size=40).map(lambda text: text.strip().encode("latin-1"))
 
 
-@settings(FUZZING, max_examples=30)
+@settings(FUZZING, max_examples=20)
 @given(NAMES, NUMBERS)
 def test_strange_headers(stream: Stream, name: Any, number: Any) -> None:
     """Producers, numbers and content types of any text: never more than a refusal."""
