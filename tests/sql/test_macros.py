@@ -52,7 +52,7 @@ def intervals(draw: st.DrawFn) -> list[Interval]:
 
 
 @given(intervals())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_overlap_count_is_how_many_hold_a_moment(rows):
     """At each moment as many as a loop finds; open ones to the end."""
     found = _ask("SELECT ts, n FROM intervals_overlap_count('a') ORDER BY ts", a=rows)
@@ -63,7 +63,7 @@ def test_overlap_count_is_how_many_hold_a_moment(rows):
 
 
 @given(intervals(), intervals())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_intersect_is_every_pair_that_overlaps(a, b):
     """The pairs of a double loop with a common part that is not empty; also of a relation with itself."""
 
@@ -87,7 +87,7 @@ def _stretches(rows: list[Interval]) -> list[list[int]]:
 
 
 @given(intervals())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_union_merges_and_gaps_are_between(rows):
     """Stretches of a loop over the sorted intervals, and what lies between two of them."""
     stretches = _stretches(rows)
@@ -98,7 +98,7 @@ def test_union_merges_and_gaps_are_between(rows):
 
 
 @given(intervals())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_flatten_gives_each_moment_to_the_innermost(rows):
     """Moment by moment the interval that began last, of those the shortest, of those the last id."""
     found = _ask("FROM intervals_flatten('a') ORDER BY 2", a=rows)
@@ -113,7 +113,7 @@ def test_flatten_gives_each_moment_to_the_innermost(rows):
 
 
 @given(intervals(), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_self_time_is_what_no_child_covers(rows, data):
     """Moments of an interval that are in none of its children; NULL for one that is open."""
     parents = {row[0]: data.draw(st.integers(0, row[0] - 1)) for row in rows}
@@ -192,7 +192,7 @@ def test_texts_by_hand(text, repeated, garbled):
 
 
 @given(st.lists(st.sampled_from("abc"), max_size=30))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_repeated_fraction_counts_runs_of_four_words(words):
     """As a loop over all runs counts them."""
     runs = [tuple(words[i : i + 4]) for i in range(len(words) - 3)]

@@ -48,7 +48,7 @@ leaves = st.lists(
 
 
 @given(leaves)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_goodput_adds_up_to_the_step(found):
     """Buckets and unattributed are the step to the nanosecond, together and by lane, as a loop over moments."""
     _clear()
@@ -101,7 +101,7 @@ def _critical(spans: list[tuple[int, int, int, int]], node: int, floor: int, ts:
 
 
 @given(trees())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_the_critical_path_follows_who_ended_last(spans):
     """Its slices cover the step without hole or overlap, and are those of a recursive walk back from the end."""
     _clear()

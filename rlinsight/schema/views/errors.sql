@@ -1,5 +1,5 @@
 -- What went wrong, counted: per run, kind, class and the environment or tool it happened in, with the steps and one case.
--- kind: rollout, score, tool, sync, worker_call, dropped_group, step, run.
+-- kind: rollout, score, tool, sync, worker_call, dropped_group, step, run. Steps redone after a resume count as often as they ran.
 CREATE OR REPLACE VIEW errors AS
 WITH cases AS (
   SELECT run_id, step, 'rollout' AS kind, coalesce(error_type, status) AS type, env AS place, rollout_id AS example

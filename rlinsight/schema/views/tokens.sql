@@ -1,5 +1,6 @@
 -- One row per sampled token, with every log-prob known of it. pos counts from 0 inside the turn.
--- step is the step that sampled the token; policy_version the weights that did, NULL where all of the turn are of its one version. Training columns are NULL until an update consumed the turn.
+-- step is the step that sampled the token; policy_version the weights that did, NULL where the whole turn is of its one version.
+-- Training columns are NULL until an update consumed the turn.
 -- Give run_id and step or rollout_id: the lists are unnested after the filter. Turns sent twice by a foreign sender show twice.
 CREATE OR REPLACE VIEW tokens AS
 WITH turns_joined AS (
