@@ -76,11 +76,11 @@ def parse(text: str, content_type: str, time_ns: int, resets: Resets) -> Answer:
             if num_samples > MAX_SAMPLES:
                 raise Malformed(f"more than {MAX_SAMPLES} samples")
             families.append(family)
+        return _Translation(families, time_ns, resets).answer(num_samples)
     except Malformed:
         raise
-    except Exception as error:  # the parsers raise what they stumble over
+    except Exception as error:  # the parsers raise what they stumble over; numbers may not fit OTLP
         raise Malformed(f"not in the format {content_type or 'text/plain'!r}: {str(error)[:200]}") from None
-    return _Translation(families, time_ns, resets).answer(num_samples)
 
 
 class _Translation:

@@ -51,6 +51,7 @@ class Meters:
         self._exporter = exporter
         self._interval_s = interval_s
         self._readers = [(provider, _Reader(self._receive)) for provider in providers]
+        self._complained = False
         self._overflowing: set[tuple[str, str]] = set()  # scope and name of instruments
         self._asked: queue.SimpleQueue[tuple[threading.Event, bool]] = queue.SimpleQueue()  # and whether it is the last
         self._ready = threading.Event()
@@ -73,15 +74,11 @@ class Meters:
                 consumer._reader_storages, consumer._lock = kept, threading.Lock()
 
     def _run(self) -> None:
-        # Registering waits for a provider's lock, which a hung callback of an earlier recording keeps.
-        for provider, reader in self._readers:
-            provider.add_metric_reader(reader)
-            _limit_series(provider, reader, View(
-                instrument_name="*",
-                attribute_keys=_Labels(self._exporter.label_dropped),
-                exemplar_reservoir_factory=_reservoir,
-                aggregation_cardinality_limit=SERIES,
-            ))  # fmt: skip
+        try:
+            self._register()
+        except Exception:
+            _log.warning("no metrics are recorded: the OpenTelemetry SDK is not as expected", exc_info=True)
+            self._readers = []
         self._ready.set()
         last = False
         while not last:
@@ -90,6 +87,17 @@ class Meters:
             done.set()
         for provider, reader in self._readers:
             provider.remove_metric_reader(reader)
+
+    def _register(self) -> None:
+        """Waits for the providers' locks, which a hung callback of an earlier recording keeps."""
+        for provider, reader in self._readers:
+            provider.add_metric_reader(reader)
+            _limit_series(provider, reader, View(
+                instrument_name="*",
+                attribute_keys=_Labels(self._exporter.label_dropped),
+                exemplar_reservoir_factory=_reservoir,
+                aggregation_cardinality_limit=SERIES,
+            ))  # fmt: skip
 
     def _wait(self) -> tuple[threading.Event, bool]:
         try:
@@ -102,7 +110,9 @@ class Meters:
             try:
                 reader.collect()
             except Exception:
-                _log.warning("metrics could not be collected", exc_info=True)
+                level = logging.DEBUG if self._complained else logging.WARNING
+                _log.log(level, "metrics could not be collected; this is told once", exc_info=True)
+                self._complained = True
 
     def _receive(self, data: MetricsData) -> None:
         for point in split(data):
@@ -176,7 +186,7 @@ class _Latest(ExemplarReservoir):
             return []
         value, time_ns, attributes, span = latest
         rest = {key: value for key, value in (attributes or {}).items() if key not in (point_attributes or {})}
-        return [Exemplar(rest, value, time_ns, span.span_id, span.trace_id)]
+        return [Exemplar(rest, value, time_ns, span.span_id or None, span.trace_id or None)]
 
 
 def _reservoir(_aggregation: type) -> Callable[..., ExemplarReservoir]:

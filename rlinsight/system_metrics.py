@@ -7,6 +7,7 @@ are silently absent elsewhere. Values are read when metrics are collected (meter
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import logging
 import os
@@ -29,10 +30,14 @@ _observing = False
 
 
 def observe(provider: MeterProvider, run_id: str) -> None:
-    """Report this process, and the machine if no other process of the run does, until ``stop``."""
+    """Report this process, and the machine if no other process of the run does, until ``stop``. Never raises."""
     global _readings, _observing
     stop()
-    _readings = _Readings(run_id)
+    try:
+        _readings = _Readings(run_id)
+    except Exception as error:
+        _log.warning("no system metrics: %s: %s", type(error).__name__, error)
+        return
     if not _observing:  # instruments live as long as the process
         _observing = True
         meter = provider.get_meter("rlinsight.system", __version__, names.SCHEMA_URL)
@@ -52,7 +57,11 @@ def stop() -> None:
 def _callback(read: Read) -> Callable[[CallbackOptions], Iterable[Observation]]:
     def callback(_: CallbackOptions) -> Iterable[Observation]:
         readings = _readings
-        return [] if readings is None else list(read(readings))
+        try:
+            return [] if readings is None else list(read(readings))
+        except Exception as error:  # a container may hide what a machine has; the SDK would log each time
+            _log.debug("a system metric is absent: %s: %s", type(error).__name__, error)
+            return []
 
     return callback
 
@@ -64,7 +73,7 @@ class _Readings:
         self._process = psutil.Process()
         self._process_before = time.monotonic(), _cpu_seconds(self._process)
         self._host_before = _host_cpu_seconds()
-        self._claim_name = f"\0rlinsight-host-{run_id}"
+        self._claim_name = f"\0rlinsight-{hashlib.sha256(run_id.encode()).hexdigest()}"  # at most 108 bytes
         self._claim: socket.socket | None = None
         self._gpus: _Gpus | None = None
 

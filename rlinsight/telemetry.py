@@ -105,6 +105,12 @@ def setup(
     }
     encoder = Encoder(Resource.create(who, names.SCHEMA_URL), text, token_arrays, token_decimals)
     try:
+        processor = _Processor()
+        sources = _sources = _sources or providers.install(processor, processor, encoder.resource)
+    except Exception:  # a provider the environment asks for cannot be loaded, for one
+        _log.warning("nothing is recorded: OpenTelemetry cannot be set up", exc_info=True)
+        return
+    try:
         owner = encoder.resource.to_json(indent=None).encode()
         segments = Segments.create(Path(spool_dir), producer, spool_bytes, owner)
     except OSError as error:
@@ -112,14 +118,11 @@ def setup(
             "telemetry is dropped: spool directory %s is unusable (%s); set one that is writable", spool_dir, error
         )
         segments = None
-    if _sources is None:
-        processor = _Processor()
-        _sources = providers.install(processor, processor, encoder.resource)
     exporter = Exporter(producer, encoder, segments, endpoint, token, locate)
     if system:
-        system_metrics.observe(_sources.meters[0], run_id)
-    meters = Meters(_sources.meters, exporter, metrics_interval_s)
-    _recorder = Recorder(encoder, exporter, meters, _sources, lane or f"{role}/{rank}")
+        system_metrics.observe(sources.meters[0], run_id)
+    meters = Meters(sources.meters, exporter, metrics_interval_s)
+    _recorder = Recorder(encoder, exporter, meters, sources, lane or f"{role}/{rank}")
 
 
 def shutdown(timeout_s: float = 10.0) -> bool:

@@ -162,3 +162,19 @@ def test_every_instrument_is_named_and_documented() -> None:
     """The instruments are exactly the registered names of their kind."""
     registered = {name for name in names.REGISTRY.values() if name.kind == "instrument"}
     assert registered - set(system_metrics.INSTRUMENTS) == {names.UP, names.SCRAPE_DURATION, names.SCRAPE_SAMPLES}
+
+
+def test_what_a_container_hides_is_absent(
+    collector: Collector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A reading that fails costs its series alone, without a word above debug."""
+
+    def hidden(*_: Any, **__: Any) -> None:
+        raise FileNotFoundError("/proc/diskstats")
+
+    monkeypatch.setattr(psutil, "disk_io_counters", hidden)
+    start(collector, tmp_path)
+    assert telemetry.shutdown(5)
+    assert collector.metrics(names.SYSTEM_DISK) == []
+    assert collector.metrics(names.SYSTEM_MEMORY) != []
+    assert [record for record in caplog.records if record.levelno > logging.DEBUG] == []

@@ -116,6 +116,8 @@ def test_the_start_of_the_process_is_the_start_of_its_counters() -> None:
         ("<html>404</html>", "text/html"),
         ("a{b=c} 1\n", "text/plain"),
         ("a one\n", "text/plain"),
+        ("# TYPE h histogram\nh_bucket 5\n", "text/plain"),
+        ('# TYPE h histogram\nh_bucket{le="+Inf"} 1e300\nh_count 1e300\n', "text/plain"),
         ("# TYPE a counter\na_total 1\n", OPENMETRICS),  # no EOF: cut short
         ("a 1\n" * 1001, "text/plain"),
     ],
