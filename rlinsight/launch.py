@@ -259,7 +259,7 @@ def _own(endpoint: store.Endpoint, method: Literal["POST", "DELETE"]) -> list[in
 
     url, headers = f"{endpoint.http}/v1/owners", {"Authorization": f"Bearer {endpoint.token}"}
     try:
-        response = httpx.request(method, url, json={"pid": os.getpid()}, headers=headers, timeout=5)
+        response = httpx.request(method, url, json={"pid": os.getpid()}, headers=headers, timeout=5, trust_env=False)
     except httpx.HTTPError:
         return None
     return response.json()["owners"] if response.is_success else None
