@@ -6,33 +6,24 @@ enum numbers, and whether a scope repeated its resource's schema URL, were never
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
 import numpy as np
-import orjson
 import pyarrow as pa
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from opentelemetry.proto.common.v1.common_pb2 import (
-    AnyValue,
-    ArrayValue,
-    EntityRef,
-    InstrumentationScope,
-    KeyValue,
-    KeyValueList,
-)
+from opentelemetry.proto.common.v1.common_pb2 import EntityRef, InstrumentationScope
 from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord
-from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
+from collectors import encode_points
 from collectors.decode import Columns
+from collectors.encode_values import any_value, from_json, pairs
 from collectors.payload import Signal
-from collectors.points import TEMPORALITY
 from collectors.projections import PROJECTIONS
 
 Row = Mapping[str, Any]
@@ -41,7 +32,6 @@ TABLES: Mapping[Signal, str] = {"traces": "otel_spans", "logs": "otel_logs", "me
 _RESOURCE = ("resource_attributes", "resource_detail")
 _SCOPE = ("scope_name", "scope_version", "scope_detail", "schema_url")
 _STREAM = ("name", "sent_name", "description", "metadata", "unit", "kind", "temporality", "is_monotonic")
-_TEMPORALITY = {text: number for number, text in TEMPORALITY.items()}
 
 
 class Lists:
@@ -124,7 +114,7 @@ def metrics(points: Iterable[Row]) -> ExportMetricsServiceRequest:
         for first, of_scope in _groups(of_resource, _SCOPE):
             scope_metrics = resource_metrics.scope_metrics.add(scope=_scope(first), schema_url=_scope_schema(first))
             for first, of_stream in _groups(of_scope, _STREAM):
-                scope_metrics.metrics.append(_metric(first, of_stream))
+                scope_metrics.metrics.append(encode_points.metric(first, of_stream))
     return request
 
 
@@ -136,16 +126,16 @@ def _groups(items: Iterable[Row], columns: tuple[str, ...]) -> Iterator[tuple[Ro
 
 
 def _resource(row: Row) -> Resource:
-    detail = _json(row["resource_detail"]) or {}
+    detail = from_json(row["resource_detail"]) or {}
     return Resource(
-        attributes=_pairs(_json(row["resource_attributes"])),
+        attributes=pairs(from_json(row["resource_attributes"])),
         dropped_attributes_count=detail.get("dropped_attributes_count", 0),
         entity_refs=[EntityRef(**ref) for ref in detail.get("entity_refs", ())],
     )
 
 
 def _resource_schema(row: Row) -> str:
-    return (_json(row["resource_detail"]) or {}).get("schema_url", "")
+    return (from_json(row["resource_detail"]) or {}).get("schema_url", "")
 
 
 def _scope_schema(row: Row) -> str:
@@ -155,11 +145,11 @@ def _scope_schema(row: Row) -> str:
 
 
 def _scope(row: Row) -> InstrumentationScope:
-    detail = _json(row["scope_detail"]) or {}
+    detail = from_json(row["scope_detail"]) or {}
     return InstrumentationScope(
         name=row["scope_name"] or "",
         version=row["scope_version"] or "",
-        attributes=_pairs(detail.get("attributes")),
+        attributes=pairs(detail.get("attributes")),
         dropped_attributes_count=detail.get("dropped_attributes_count", 0),
     )
 
@@ -178,11 +168,11 @@ def _span(row: Row) -> Span:
         kind=row["kind"] or 0,  # type: ignore[arg-type]
         start_time_unix_nano=row["start_ns"],
         end_time_unix_nano=row["end_ns"],
-        attributes=_pairs(_json(row["span_attributes"])),
+        attributes=pairs(from_json(row["span_attributes"])),
         dropped_attributes_count=row["dropped_attributes_count"] or 0,
-        events=[_event(event) for event in _json(row["events"]) or ()],
+        events=[_event(event) for event in from_json(row["events"]) or ()],
         dropped_events_count=row["dropped_events_count"] or 0,
-        links=[_link(link) for link in _json(row["links"]) or ()],
+        links=[_link(link) for link in from_json(row["links"]) or ()],
         dropped_links_count=row["dropped_links_count"] or 0,
         status=Status(code=row["status_code"] or 0, message=row["status_message"] or ""),  # type: ignore[arg-type]
     )
@@ -192,7 +182,7 @@ def _event(event: dict[str, Any]) -> Span.Event:
     return Span.Event(
         name=event["name"],
         time_unix_nano=event["time_ns"],
-        attributes=_pairs(event["attributes"]),
+        attributes=pairs(event["attributes"]),
         dropped_attributes_count=event.get("dropped_attributes_count", 0),
     )
 
@@ -201,7 +191,7 @@ def _link(link: dict[str, Any]) -> Span.Link:
     return Span.Link(
         trace_id=bytes.fromhex(link["trace_id"]),
         span_id=bytes.fromhex(link["span_id"]),
-        attributes=_pairs(link["attributes"]),
+        attributes=pairs(link["attributes"]),
         trace_state=link.get("trace_state", ""),
         flags=link.get("flags", 0),
         dropped_attributes_count=link.get("dropped_attributes_count", 0),
@@ -209,14 +199,14 @@ def _link(link: dict[str, Any]) -> Span.Link:
 
 
 def _record(row: Row, lists: Lists) -> LogRecord:
-    body = _json(row["body"]) if row["body_is_json"] else row["body"]
+    body = from_json(row["body"]) if row["body_is_json"] else row["body"]
     return LogRecord(
         time_unix_nano=row["time_ns"] or 0,
         observed_time_unix_nano=row["observed_ns"] or 0,
         severity_number=row["severity_number"] or 0,  # type: ignore[arg-type]
         severity_text=row["severity_text"] or "",
-        body=None if body is None else _any(body),
-        attributes=_pairs(_with_arrays(row, _json(row["log_attributes"]), lists)),
+        body=None if body is None else any_value(body),
+        attributes=pairs(_with_arrays(row, from_json(row["log_attributes"]), lists)),
         dropped_attributes_count=row["dropped_attributes_count"] or 0,
         flags=row["flags"] or 0,
         trace_id=bytes.fromhex(row["trace_id"] or ""),
@@ -256,119 +246,5 @@ def is_incomplete(row: Row, lists: Lists) -> bool:
     table = lists.events.get(row["event_name"])
     if table is None or row[table] or row["run_id"] is None:
         return False
-    attributes = _json(row["log_attributes"])
+    attributes = from_json(row["log_attributes"])
     return any(isinstance(attributes.get(key), dict) and "base64" not in attributes[key] for key in lists.tables[table])
-
-
-def _metric(stream: Row, points: list[Row]) -> Metric:
-    metric = Metric(
-        name=stream["sent_name"] or stream["name"],
-        description=stream["description"] or "",
-        unit=stream["unit"] or "",
-        metadata=_pairs(_json(stream["metadata"])),
-    )
-    data = getattr(metric, stream["kind"])
-    data.SetInParent()
-    if stream["kind"] not in ("gauge", "summary"):
-        data.aggregation_temporality = _TEMPORALITY.get(stream["temporality"], 0)
-    if stream["kind"] == "sum":
-        data.is_monotonic = bool(stream["is_monotonic"])
-    for row in points:
-        point = data.data_points.add(
-            attributes=_pairs(_json(row["attributes"])),
-            time_unix_nano=row["time_ns"] or 0,
-            start_time_unix_nano=row["start_ns"] or 0,
-            flags=row["flags"] or 0,
-        )
-        _FILL[stream["kind"]](point, row)
-        if row["exemplars"]:
-            for exemplar in _json(row["exemplars"]):
-                _exemplar(point.exemplars.add(), exemplar)
-    return metric
-
-
-def _number(point: Any, row: Row) -> None:
-    if row["value_int"] is not None:
-        point.as_int = row["value_int"]
-    elif row["value"] is not None:
-        point.as_double = row["value"]
-
-
-def _histogram(point: Any, row: Row) -> None:
-    point.count = row["count"]
-    point.explicit_bounds.extend(row["bounds"].tolist())
-    point.bucket_counts.extend(row["bucket_counts"].tolist())
-    _optional(point, row)
-
-
-def _exponential(point: Any, row: Row) -> None:
-    detail = _json(row["detail"])
-    point.count, point.scale, point.zero_count = row["count"], detail["scale"], detail["zero_count"]
-    point.zero_threshold = float(detail.get("zero_threshold", 0))
-    for side in ("positive", "negative"):
-        buckets = getattr(point, side)
-        buckets.offset = detail[side]["offset"]
-        buckets.bucket_counts.extend(detail[side]["bucket_counts"])
-    _optional(point, row)
-
-
-def _summary(point: Any, row: Row) -> None:
-    point.count, point.sum = row["count"], row["sum"]
-    for item in _json(row["detail"])["quantiles"]:
-        point.quantile_values.add(quantile=float(item["quantile"]), value=float(item["value"]))
-
-
-def _optional(point: Any, row: Row) -> None:
-    for field in ("sum", "min", "max"):
-        if row[field] is not None:
-            setattr(point, field, row[field])
-
-
-_FILL: Mapping[str, Any] = {
-    "gauge": _number,
-    "sum": _number,
-    "histogram": _histogram,
-    "exponential_histogram": _exponential,
-    "summary": _summary,
-}
-
-
-def _exemplar(exemplar: Any, facts: dict[str, Any]) -> None:
-    exemplar.time_unix_nano = facts["time_ns"]
-    exemplar.trace_id, exemplar.span_id = bytes.fromhex(facts["trace_id"]), bytes.fromhex(facts["span_id"])
-    exemplar.filtered_attributes.extend(_pairs(facts["attributes"]))
-    if isinstance(facts["value"], int):
-        exemplar.as_int = facts["value"]
-    elif facts["value"] is not None:
-        exemplar.as_double = float(facts["value"])
-
-
-# Values --------------------------------------------------------------------------------------------------------------
-
-
-def _json(text: str | None) -> Any:
-    return None if text is None else orjson.loads(text)
-
-
-def _pairs(attributes: Mapping[str, Any] | None) -> list[KeyValue]:
-    return [KeyValue(key=key, value=_any(value)) for key, value in (attributes or {}).items()]
-
-
-def _any(value: Any) -> AnyValue:
-    if isinstance(value, str):
-        return AnyValue(string_value=value)
-    if isinstance(value, bool):
-        return AnyValue(bool_value=value)
-    if isinstance(value, int):
-        return AnyValue(int_value=value)
-    if isinstance(value, float):
-        return AnyValue(double_value=value)
-    if isinstance(value, bytes):
-        return AnyValue(bytes_value=value)
-    if isinstance(value, list):
-        return AnyValue(array_value=ArrayValue(values=map(_any, value)))
-    if isinstance(value, dict):
-        if value.keys() == {"base64"} and isinstance(value["base64"], str):
-            return AnyValue(bytes_value=base64.b64decode(value["base64"]))
-        return AnyValue(kvlist_value=KeyValueList(values=_pairs(value)))
-    return AnyValue()
