@@ -14,7 +14,7 @@ from dashboards.queries import Frame, Read
 MAX_NAMES = 2000
 MAX_SERIES = 8  # of one metric; more lines than colours help nobody
 MAX_POINTS = 600  # buckets of a series: a panel is about 700 pixels wide
-MAX_PHASES = 80  # shapes behind each panel
+MAX_PHASES = 200
 MAX_STEPS = 40
 QUANTILES = (0.5, 0.99)
 

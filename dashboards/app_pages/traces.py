@@ -75,11 +75,12 @@ def _range(window: str, extent: tuple[int, int]) -> tuple[int | None, int | None
     if window != BETWEEN:
         minutes = WINDOWS[window]
         return (None if minutes is None else extent[1] - minutes * MINUTE), None
-    first, last = (datetime.fromtimestamp(ns / 1e9, UTC).replace(tzinfo=None, microsecond=0) for ns in extent)
+    # The inputs know whole minutes only.
+    first, last = (datetime.fromtimestamp(ns // MINUTE * 60, UTC).replace(tzinfo=None) for ns in extent)
     with st.container(horizontal=True, vertical_alignment="bottom", gap="small"):
         at = {"step": timedelta(minutes=1), "width": 230, "on_change": _first_page}
         since = st.datetime_input("From, UTC", first, key="since", **at)
-        until = st.datetime_input("To, UTC", last + timedelta(seconds=1), key="until", **at)
+        until = st.datetime_input("To, UTC", last + timedelta(minutes=1), key="until", **at)
     return _ns(since), _ns(until)
 
 

@@ -87,19 +87,20 @@ def test_histograms_have_two_lines_and_others_one() -> None:
 
 
 def test_phases_and_steps_stand_behind_every_panel() -> None:
-    """One band and one line for each of two panels, in the colour of the phase."""
-    phases = pd.DataFrame({"phase": ["sample"], "start_ns": [0], "end_ns": [SECOND]})
-    steps = pd.DataFrame({"step": [7], "start_ns": [0]})
-    panels = [Panel(metric("a"), lines({})), Panel(metric("b"), lines({}))]
-    shapes = metric_charts.figure(panels, phases, steps, 0, SECOND).layout.shapes
-    assert [(shape.type, shape.xref) for shape in shapes] == [
-        ("rect", "x"),
-        ("line", "x"),
-        ("rect", "x2"),
-        ("line", "x2"),
-    ]
-    assert shapes[0].fillcolor == palette.PHASE["sample"]
-    assert shapes[1].label.text == "7"
+    """Bands in their phase's colour and lines at step starts in each of three panels; numbers in the upper row."""
+    phases = pd.DataFrame({"phase": ["sample", "sample"], "start_ns": [0, 2 * SECOND], "end_ns": [SECOND, 3 * SECOND]})
+    steps = pd.DataFrame({"step": [7, 8], "start_ns": [0, 2 * SECOND]})
+    panels = [Panel(metric(name), lines({})) for name in "abc"]
+    layout = metric_charts.figure(panels, phases, steps, 0, SECOND).layout
+    assert [shape.xref for shape in layout.shapes] == ["x", "x", "x2", "x2", "x3", "x3"]
+    bands, starts = layout.shapes[:2]
+    assert bands.fillcolor == palette.PHASE["sample"]
+    assert bands.path.count("M") == bands.path.count("Z") == 2
+    assert "M1970-01-01_00:00:02.000000,0 L1970-01-01_00:00:02.000000,1 L1970-01-01_00:00:03" in bands.path
+    assert starts.path == "M1970-01-01_00:00:00.000000,0 L1970-01-01_00:00:00.000000,1 " + (
+        "M1970-01-01_00:00:02.000000,0 L1970-01-01_00:00:02.000000,1"
+    )
+    assert [note.xref for note in layout.annotations if note.text in ("7", "8")] == ["x", "x", "x2", "x2"]
 
 
 def test_names_and_labels_are_text() -> None:
