@@ -79,7 +79,7 @@ EXPECTED = [
     (14, "hung", "name phase lane step", [("rl.sample", "sample", "controller", 11)]),
     (15, "waiting", "step worker_group method rank calls expected_calls", [(11, "policy", "update", 1, 0, 1)]),
     (16, "slow", "step replica running idle", [(7, "policy/1", 0.0, 1.0)]),
-    (17, "slow", "step staleness rollouts", [(7, 4, 2)]),
+    (17, "slow", "step at_start staleness rollouts", [(7, 4, 4, 2)]),
     (18, "bought", "policy_version replica", [(6, "policy/1")]),
     (19, "slow", "kind type place n first_step", [("tool", "TimeoutError", "calculator", 1, 7)]),
     (19, "bought", "kind type place n example", [("dropped_group", "no rollout finished", "sums", 1, "bought/7/3")]),

@@ -161,3 +161,15 @@ def test_a_rank_counts_from_the_start_of_its_call():
     _insert("span_starts", started)
     found = CON.execute("SELECT step, rank, calls, expected_calls FROM missing_ranks('r')").fetchall()
     assert found == [(2, 2, 0, 1)]
+
+
+def test_a_step_of_several_updates_does_not_make_its_rollouts_old_at_its_start():
+    """Sampled by version 4 in a step that began at 4, consumed at 4 and 5: staleness 0 and 1, at_start 0."""
+    CON.execute("DELETE FROM rollout_samples; DELETE FROM rollout_training")
+    _insert("steps", KEY | {"start_ns": 0, "end_ns": 1, "policy_version_in": 4})
+    for i in range(2):
+        rollout = KEY | {"rollout_id": f"{i}"}
+        _insert("rollout_samples", rollout | {"policy_version_min": 4, "policy_version_max": 4})
+        _insert("rollout_training", rollout | {"turn_index": 0, "policy_version": 4 + i})
+    found = CON.execute("SELECT staleness, at_start, rollouts, mixed_versions FROM staleness ORDER BY 1").fetchall()
+    assert found == [(0, 0, 1, 0), (1, 0, 1, 0)]
