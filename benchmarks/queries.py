@@ -4,13 +4,14 @@
 
 Builds the store at that path when it is not there (a minute or two, 0.5 GB): four runs, 1,000,000 spans,
 100,000 rollouts, 20,000,000 tokens in all, two thirds of each in the run that is asked about. Rows go straight into the
-tables, in the order of steps. Prints the median and the slowest of some rounds after a first one, in milliseconds, on a
-connection with the collector's settings; results include their conversion to pandas, as the dashboard does it.
+tables, in the order of steps. Prints the median and the slowest of some rounds after a first one, in ms, asked of
+a real collector over HTTP, conversion to pandas included, as the dashboard does it.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import statistics
 import time
@@ -20,10 +21,9 @@ from typing import Any
 
 import duckdb
 import numpy as np
-import psutil
 import pyarrow as pa
 
-from collectors.database import MEMORY_SHARE
+from collectors import server
 from dashboards import queries
 from dashboards.queries import RolloutFilter
 from rlinsight import names, schema, store
@@ -151,12 +151,12 @@ def question_queries(read: queries.Read) -> Iterator[tuple[str, Callable[[], Any
         yield f"{number}. {title}", lambda sql=sql: read(sql, {})
 
 
-def reader(con: duckdb.DuckDBPyConnection) -> queries.Read:
-    """As the dashboard asks, without HTTP."""
+def reader(path: Path) -> queries.Read:
+    """As the dashboard asks: the collector over HTTP, with its limits of memory and threads."""
 
     def read(sql: str, params: dict[str, Any]) -> Any:
         used = {name: value for name, value in params.items() if f"${name}" in sql}
-        return store.run(con.cursor(), sql, used or None, 600).to_pandas()
+        return store.query(sql, store=path, params=used or None, timeout_s=600).to_pandas()
 
     return read
 
@@ -171,13 +171,12 @@ def main() -> None:
         began = time.perf_counter()
         build(arguments.store)
         print(f"built in {time.perf_counter() - began:.0f} s, {arguments.store.stat().st_size / 1e9:.1f} GB")
-    con = duckdb.connect(str(arguments.store), read_only=True)
-    con.execute(f"SET memory_limit = '{int(psutil.virtual_memory().total * MEMORY_SHARE)}B'")
-    schema.shadow_old_views(con)
-    for table in ("otel_spans", "rollout_samples"):
-        print(f"{table}: {con.execute(f'SELECT count(*) FROM {table}').fetchone()[0]:,} rows")  # type: ignore[index]
-    print(f"tokens: {con.execute('SELECT sum(len(token_ids)) FROM token_runs').fetchone()[0]:,}")  # type: ignore[index]
-    read = reader(con)
+    server.start_process(arguments.store, owner_pid=os.getpid())
+    read = reader(arguments.store)
+    spans, rollouts = (f"(SELECT count(*) FROM {table})" for table in ("otel_spans", "rollout_samples"))
+    tokens = "(SELECT sum(len(token_ids)) FROM token_runs)"
+    counts = read(f"SELECT {spans} AS spans, {rollouts} AS rollouts, {tokens} AS tokens", {})
+    print(", ".join(f"{int(counts[name][0]):,} {name}" for name in counts))
     print("\n| query | first, ms | median, ms | slowest, ms |\n|---|---|---|---|")
     for name, ask in [*dashboard_queries(read), *question_queries(read)]:
         if arguments.only not in name:

@@ -18,7 +18,7 @@ import duckdb
 from collectors.writer import Overloaded, Writer
 
 # Each checkpoint packs the open row groups again: at DuckDB's default of 16 MB a span costs 11 us to insert, at this 7.
-# What the log holds is in memory too, and counts against DuckDB's limit there (database.py).
+# What the log holds is in memory too, and counts against DuckDB's limit there (memory.py).
 WAL_BYTES = 48 * 1024**2
 ROOM = 2  # times the log: the file grows by less, since the log is not compressed
 

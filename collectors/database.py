@@ -17,6 +17,7 @@ import duckdb
 
 from collectors import backup
 from collectors.limits import memory_bytes
+from collectors.memory import MemoryLimit
 from collectors.quack import Gate
 from collectors.queries import Queries
 from rlinsight import schema
@@ -27,9 +28,6 @@ from rlinsight.store import explain, is_locked
 LOCK_WAIT_S = (
     15.0  # readers hold a file while their query runs, a leaving collector until it has drained and checkpointed
 )
-# DuckDB's caches grow to the limit and stay there; larger queries spill to disk. Training comes first.
-MEMORY_BYTES = 160 * 1024**2
-MEMORY_SHARE = 0.25  # of what the machine or the control group has, where that is less
 MAX_THREADS = 4  # of at most half the cores. On one core, two threads made an insert cost 29 us a span, one 8.
 # Nothing is downloaded, and no commit makes a checkpoint: see checkpoints.py.
 _CONFIG: dict[str, Any] = {
@@ -46,13 +44,12 @@ class Database:
     def __init__(self, store: Path) -> None:
         self.store = store
         self.con = _open(store)
-        self.queries = Queries(self.con)
         try:
             with backup.kept(self.con, store):
                 schema.apply(self.con, store)
             self.columns = schema.columns(self.con)
-            memory = min(MEMORY_BYTES, int(memory_bytes() * MEMORY_SHARE))
-            self.con.execute(f"SET memory_limit = '{memory}B'")
+            self.memory = MemoryLimit(self.con, memory_bytes())
+            self.queries = Queries(self.con, self.memory)
             self.con.execute(f"SET threads = {max(1, min(len(os.sched_getaffinity(0)) // 2, MAX_THREADS))}")
             self.con.execute(f"SET max_temp_directory_size = '{MAX_TEMP_BYTES}B'")
             self._close_to_outside()
@@ -93,7 +90,11 @@ class Database:
         return uri
 
     def _close_to_outside(self) -> None:
-        """Load what serving needs, then let no statement reach files, the network or settings."""
+        """Load what serving needs, then let no statement reach files or the network.
+
+        Settings stay open, for the memory limit; a reader's statement that would change one is refused by
+        ``rlinsight.store.check``.
+        """
         for name in ("httpfs", "quack"):  # quack's client part needs httpfs
             self.con.execute(f"LOAD '{extension(name)}'")
         self.con.create_function(
@@ -105,7 +106,6 @@ class Database:
         )
         self.con.execute("SET GLOBAL quack_authorization_function = 'rlinsight_authorize'")
         self.con.execute("SET enable_external_access = false")
-        self.con.execute("SET lock_configuration = true")
 
 
 def _free_port() -> int:

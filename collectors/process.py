@@ -72,6 +72,7 @@ def run(store: Path, owner_pids: Sequence[int], listen: Listen, keep: Keep | Non
     token = tokens.from_file(listen.token_file) if listen.token_file else tokens.fresh()
     with ExitStack() as stack:
         database = stack.enter_context(Database(store))
+        database.memory.narrow()
         writer = Writer(database.con, database.columns)
         intake, owners = Intake(Decoder(database.columns), writer), Owners()
         for pid in owner_pids:

@@ -1,4 +1,4 @@
-"""Connections of the queries that run now, so that none of them outlives the collector's wish to leave."""
+"""Connections of the queries that run now: they get memory, and none outlives the collector's wish to leave."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import threading
 
 import duckdb
 
+from collectors.memory import MemoryLimit
 from collectors.writer import Overloaded
 
 CLOSE_TIMEOUT_S = 5.0
@@ -15,8 +16,8 @@ POLL_S = 0.05  # an interrupt that comes before its statement begins is lost, so
 class Queries:
     """Gives out connections for one query each. Every method may be called from any thread."""
 
-    def __init__(self, con: duckdb.DuckDBPyConnection) -> None:
-        self._con = con
+    def __init__(self, con: duckdb.DuckDBPyConnection, memory: MemoryLimit) -> None:
+        self._con, self._memory = con, memory
         self._changed = threading.Condition()
         self._open: set[duckdb.DuckDBPyConnection] = set()
         self.closed = False
@@ -26,6 +27,8 @@ class Queries:
         with self._changed:
             if self.closed:
                 raise Overloaded("the collector is leaving")
+            if not self._open:
+                self._memory.widen()
             con = self._con.cursor()
             self._open.add(con)
             return con
@@ -35,6 +38,8 @@ class Queries:
         con.close()
         with self._changed:
             self._open.discard(con)
+            if not self._open:
+                self._memory.narrow()
             self._changed.notify_all()
 
     def close(self) -> None:

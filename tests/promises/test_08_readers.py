@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from collectors import quack
+from collectors.memory import MemoryLimit
 from collectors.otlp_http import MAX_QUERIES
 from collectors.queries import Queries
 from rlinsight.attach import extension
@@ -30,7 +31,7 @@ from tests.collectors.live import Collector, collector
 from tests.promises.support import log_request
 
 HEAVY = "SELECT count(*) FROM range(1000000) a, range(1000000) b WHERE a.range * b.range % 7 = 3"
-LARGE = "SELECT list(range) FROM range(40000000)"  # over the memory a collector gives DuckDB, in one value
+LARGE = "SELECT list(range) FROM range(300000000)"  # over the memory a collector gives DuckDB, in one value
 PROTOBUF = {"content-type": "application/x-protobuf"}
 
 pytestmark = pytest.mark.slow
@@ -150,7 +151,7 @@ def test_a_quack_client_that_reads_half_an_answer_blocks_nobody(running: Collect
 def test_quack_refuses_what_does_not_end(tmp_path: Path) -> None:
     """Through Quack nothing can be interrupted: a statement is let through once it was seen to end within the limit."""
     con = duckdb.connect(str(tmp_path / "s.duckdb"))
-    gate = quack.Gate(Queries(con), timeout_s=0.5)
+    gate = quack.Gate(Queries(con, MemoryLimit(con, 2**30)), timeout_s=0.5)
     outcomes: list[bool] = []
     threads = [threading.Thread(target=lambda: outcomes.append(gate("session", HEAVY))) for _ in range(6)]
     for thread in threads:
