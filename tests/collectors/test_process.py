@@ -388,6 +388,8 @@ def test_kill_9_of_the_process_keeps_what_was_acknowledged(tmp_path):
     acknowledged = 0
     for life in range(2):
         with collector(store) as running:
+            body = _trace(f"life-{life}", 5)
+            acknowledged += running.http.post("/v1/traces", content=body, headers=PROTOBUF).status_code == 200
             killer = threading.Timer(0.3, running.process.send_signal, [signal.SIGKILL])
             killer.start()
             try:
