@@ -152,7 +152,7 @@ class Scraper:
         async with httpx.AsyncClient(trust_env=False, follow_redirects=False, headers=HEADERS, timeout=None) as client:
             due = time.monotonic()
             while await asyncio.to_thread(is_alive, target.pid, target.known_at_ns):
-                with suppress(Exception):  # logged where it happens; the next scrape may go well
+                with suppress(Exception):  # of the store, and logged there; the next scrape may go well
                     await self._scrape(target, client)
                 due = max(due + interval_s, time.monotonic())  # scrapes that were missed are not made up for
                 await asyncio.sleep(due - time.monotonic())
@@ -167,6 +167,8 @@ class Scraper:
             answer = await asyncio.to_thread(parse, text, content_type, time_ns, target.resets)
         except (Failed, Malformed) as failure:
             error = str(failure)
+        except Exception as failure:  # whatever a target provokes is a row
+            error = f"{type(failure).__name__}: {failure}"
         seconds = time.monotonic() - began
         changed = target.up is not (error is None) and not (target.up is None and error is None)
         target.scrapes, target.failures = target.scrapes + 1, target.failures + (error is not None)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from rlinsight import meters, names, telemetry
 from tests.scripted_collector import Collector, attributes, running
 
 METER = metrics.get_meter("a-library", "1.2")
+OBSERVED: dict[str, Callable[[], Iterable[Observation]]] = {}
 
 
 @pytest.fixture
@@ -33,6 +34,13 @@ def collector() -> Iterator[Collector]:
 def stopped() -> Iterator[None]:
     yield
     telemetry.shutdown(0.1)
+    OBSERVED.clear()
+
+
+def observe(name: str, read: Callable[[], Iterable[Observation]]) -> None:
+    """An observable gauge that is read until the test ends: the instrument itself lives as long as the process."""
+    OBSERVED[name] = read
+    METER.create_observable_gauge(name, [lambda _: OBSERVED[name]() if name in OBSERVED else []])
 
 
 def start(collector: Collector | None, spool: Path, **settings: Any) -> None:
@@ -50,7 +58,7 @@ def test_metrics_of_any_library_arrive_with_our_resource(collector: Collector, t
     start(collector, tmp_path)
     counter, gauge = METER.create_counter("requests", "1", "served"), METER.create_gauge("depth")
     histogram = METER.create_histogram("latency", "s", explicit_bucket_boundaries_advisory=[1, 10])
-    METER.create_observable_gauge("temperature", [lambda _: [Observation(36.6, {"room": "a"})]])
+    observe("temperature", lambda: [Observation(36.6, {"room": "a"})])
     with telemetry.span("work") as span:
         counter.add(2, {"route": "a"})
         histogram.record(4)
@@ -81,7 +89,7 @@ def test_every_point_is_accounted_for(collector: Collector, tmp_path: Path) -> N
     for key in range(900):
         counter.add(1, {"key": key})
     METER.create_gauge("too.big").set(2**70)
-    METER.create_observable_gauge("broken", [lambda _: 1 / 0])  # type: ignore[arg-type,list-item]
+    observe("broken", lambda: [Observation(1 / 0)])
     assert not telemetry.shutdown(5)
     assert collector.num_points() >= 900
     seen = health(collector)
@@ -159,14 +167,14 @@ def test_a_hung_instrument_holds_nobody_up(collector: Collector, tmp_path: Path)
     """While a callback hangs, measuring, emitting, shutdown and the next setup go on; events still arrive."""
     hung, release = threading.Event(), threading.Event()
 
-    def hang(_: Any) -> list[Observation]:
+    def hang() -> list[Observation]:
         hung.set()
         release.wait(30)
         return []
 
     start(collector, tmp_path)
     counter = METER.create_counter("going.on")
-    METER.create_observable_gauge("hanging", [hang])
+    observe("hanging", hang)
     try:
         assert not telemetry.flush(0.5)
         assert hung.is_set()
@@ -191,12 +199,12 @@ def test_a_forked_child_measures_nothing_and_waits_for_no_lock(collector: Collec
     counter.add(1)
     inside, release = threading.Event(), threading.Event()
 
-    def slow(_: Any) -> list[Observation]:
+    def slow() -> list[Observation]:
         inside.set()
         release.wait(30)
         return []
 
-    METER.create_observable_gauge("slow", [slow])
+    observe("slow", slow)
     threading.Thread(target=telemetry.flush, args=(20,), daemon=True).start()
     inside.wait()
     child = os.fork()
