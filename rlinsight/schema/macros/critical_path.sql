@@ -1,6 +1,6 @@
 -- What the steps of a run waited for, in order: at each moment the span whose end everything after it waited for, from the step down
 -- its tree. The slices of a step follow each other without a hole and add up to it exactly; a slice of rl.loop or of a phase
--- is time none of its children explains. Slices that end a step come last.
+-- is time none of its children explains. Give a step or a few: it walks span by span.
 -- Example: SELECT name, lane, sum(dur) / 1e9 AS s FROM critical_path('my-run', first_step := 3, last_step := 3) GROUP BY ALL;
 CREATE OR REPLACE MACRO critical_path(run, first_step := NULL, last_step := NULL) AS TABLE
 WITH RECURSIVE roots AS (
