@@ -251,6 +251,8 @@ def _training_arrays(run: Run, rollout: dict[str, Any]) -> dict[str, bytes]:
     old = sampled + generator.normal(0, 1e-3, count).astype(np.float32)
     if run.has("mismatch", step) and place == (1, 2):
         old = old - np.float32(0.5)
+    if "always_off" in run.faults:
+        old = old - np.float32(0.2)
     if run.has("mixed_versions", step) and place == (1, 3):
         old[: count // 2] -= np.float32(0.5)
     if run.has("cache_mismatch", step) and rollout["cached"]:

@@ -46,6 +46,7 @@ FAULTS = {
     "spike": "tokens 3 and 4 of sample 0 of group 0 become 20 times as likely in one update",
     "mismatch": "the trainer's log-probs of sample 2 of group 1 are 0.5 off everywhere",
     "cache_mismatch": "those of all rollouts whose prompt came from the cache are 0.1 off",
+    "always_off": "the trainer's log-probs are 0.2 off everywhere, in the whole run",
     "mixed_versions": "sample 3 of group 1 began under the weights before, and its first half is 0.5 off",
     "stale_rollouts": "samples 0 and 1 of group 3 are of weights four updates old",
     "entropy_collapse": "entropy vanishes in the last three tenths of every response",
