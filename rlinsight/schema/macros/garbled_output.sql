@@ -1,11 +1,11 @@
 -- Is the text broken, since when and where from? Per step, replica and policy_version: rollouts, the share that is garbled (over 5 % of the
 -- characters unusable), repetitive (over half of its runs of four words said before), and corrupted (the engine saw logits that
--- are not finite).
+-- are not finite). Judged by the last 2,000 characters of a turn, which bounds the time of long ones: what breaks stays broken.
 -- Example: FROM garbled_output('my-run') WHERE garbled > 0.1 OR repetitive > 0.1 ORDER BY step LIMIT 10;
 CREATE OR REPLACE MACRO garbled_output(run, first_step := NULL, last_step := NULL) AS TABLE
 WITH texts AS (
-  SELECT k.attempt, k.step, k.rollout_id, k.turn_index, garbled_fraction(k.response_text) > 0.05 AS garbled,
-    repeated_fraction(k.response_text) > 0.5 AS repetitive
+  SELECT k.attempt, k.step, k.rollout_id, k.turn_index, garbled_fraction(right(k.response_text, 2000)) > 0.05 AS garbled,
+    repeated_fraction(right(k.response_text, 2000)) > 0.5 AS repetitive
   FROM token_runs k LEFT JOIN lineage l ON l.run_id = k.run_id AND l.attempt = k.attempt
   WHERE k.run_id = run AND (first_step IS NULL OR k.step >= first_step) AND (last_step IS NULL OR k.step <= last_step)
     AND (l.valid_through_step IS NULL OR k.step <= l.valid_through_step) AND k.response_text IS NOT NULL

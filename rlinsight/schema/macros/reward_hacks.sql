@@ -1,5 +1,5 @@
 -- Rollouts among the best 5 % that look bought: their text answers several different prompts (prompts_answered counts them), or says the
--- same thing over and over. Texts of fewer than min_words words are left out: many prompts have the same short answer.
+-- same thing over and over (repeated, of its last 2,000 characters). Texts of fewer than min_words words are left out: many prompts have the same short answer.
 -- Example: FROM reward_hacks('my-run') WHERE prompts_answered >= 3 OR repeated > 0.5 LIMIT 20;
 CREATE OR REPLACE MACRO reward_hacks(run, first_step := NULL, last_step := NULL, min_words := 6) AS TABLE
 WITH scored AS (
@@ -21,5 +21,5 @@ WITH scored AS (
   WHERE len(regexp_split_to_array(trim(t.response), '\s+')) >= min_words
 )
 SELECT step, rollout_id, prompt_id, reward, response_tokens, count(DISTINCT prompt_id) OVER (PARTITION BY text_hash) AS prompts_answered,
-  repeated_fraction(response) AS repeated, left(response, 120) AS response
+  repeated_fraction(right(response, 2000)) AS repeated, left(response, 120) AS response
 FROM counted ORDER BY prompts_answered DESC, repeated DESC;
