@@ -7,6 +7,7 @@ for one statement with limits. Loads duckdb on first use only.
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,10 +30,8 @@ from rlinsight.store import (
 if TYPE_CHECKING:
     import duckdb
 
-RELATIONS = """
-SELECT table_name FROM duckdb_tables() WHERE NOT internal
-UNION ALL SELECT view_name FROM duckdb_views() WHERE NOT internal ORDER BY 1
-"""
+TABLES = "SELECT table_name FROM duckdb_tables() WHERE NOT internal ORDER BY 1"
+RELATIONS = f"({TABLES}) UNION ALL SELECT view_name FROM duckdb_views() WHERE NOT internal"
 
 
 def connect(store: Path | str | None = None) -> duckdb.DuckDBPyConnection:
@@ -41,7 +40,8 @@ def connect(store: Path | str | None = None) -> duckdb.DuckDBPyConnection:
     It reads the store and never writes it; tables of your own, files and other databases can be used beside it. At rest
     the store is attached read-only as ``store``, and no collector can start until the connection is closed. While a
     collector runs, each relation is fetched from it, with only the columns a statement uses but all their rows;
-    ``FROM in_store('SELECT ...')`` runs a statement where the store is, and works at rest too. ``store`` defaults to
+    ``FROM in_store('SELECT ...')`` runs a statement where the store is, and works at rest too. Live, macros that read
+    tables exist inside ``in_store`` alone, and the collector stops what takes it over 30 seconds. ``store`` defaults to
     RLINSIGHT_STORE, then runs/rlinsight.duckdb. Raises StoreError: no store there, a damaged or newer file.
     """
     path = resolve(store)
@@ -62,6 +62,8 @@ def connected(store: Path | str | None = None) -> Iterator[duckdb.DuckDBPyConnec
     try:
         yield con
     except duckdb.Error as error:
+        if "Authorization failed" in str(error):
+            raise StoreError("the collector stopped a statement after 30 s; take one run, or ask at rest") from None
         raise sql_error(error) from None
     finally:
         con.close()
@@ -71,16 +73,20 @@ def _attach_collector(endpoint: Endpoint) -> duckdb.DuckDBPyConnection:
     import duckdb
 
     con = duckdb.connect(config={"autoinstall_known_extensions": "false", "autoload_known_extensions": "false"})
-    for name in ("httpfs", "quack"):  # quack's client part needs httpfs
-        con.execute(f"LOAD '{extension(name)}'")
-    # Not ATTACH: of an attached Quack database, a statement can read one relation only (1.5.5).
     uri, token = endpoint.sql, endpoint.token
     try:
+        for name in ("httpfs", "quack"):  # quack's client part needs httpfs
+            con.execute(f"LOAD '{extension(name)}'")
         con.execute(f"CREATE MACRO in_store(q) AS TABLE FROM quack_query('{uri}', q, token = '{token}')")
-        names = con.execute("FROM in_store(?)", [RELATIONS]).fetchall()
-        for (name,) in names:
+        names = [row[0] for row in con.execute("FROM in_store(?)", [RELATIONS]).fetchall()]
+        # Not ATTACH: of an attached Quack database, a statement can read one relation only (1.5.5).
+        for name in names:
             con.execute(f"CREATE VIEW {name} AS FROM quack_query('{uri}', 'FROM {name}', token = '{token}')")
-        _create(con, "macros")  # some read tables
+        # Macros that read relations would bind each of them anew, seconds for all: those are for in_store().
+        reading = re.compile(rf"\b({'|'.join(names)})\b")
+        for file in schema.files():
+            if file.kind == "macros" and not reading.search(re.sub("--.*", "", file.sql)):
+                con.execute(file.sql)
     except (duckdb.IOException, duckdb.HTTPException) as error:
         con.close()
         raise HandOver(f"collector {endpoint.pid} does not answer ({str(error).splitlines()[0]})") from None
@@ -104,12 +110,11 @@ def _attach_file(path: Path) -> duckdb.DuckDBPyConnection:
         if version is None:
             raise StoreError(f"{path} is empty; fill it with 'rlinsight train CONFIG'")
         con.execute("CREATE MACRO in_store(q) AS TABLE FROM query(q)")
-        ours = {file.name for file in schema.files() if file.kind == "views"} if version == schema.VERSION else set()
-        for (name,) in con.execute(RELATIONS).fetchall():
-            if name not in ours:
-                con.execute(f"CREATE VIEW {name} AS FROM store.{name}")
-        if ours:
-            _create(con, "macros", "views")
+        for (name,) in con.execute(TABLES if version == schema.VERSION else RELATIONS).fetchall():
+            con.execute(f"CREATE VIEW {name} AS FROM store.{name}")
+        for file in schema.files() if version == schema.VERSION else ():
+            if file.kind != "tables":
+                con.execute(file.sql)
     except duckdb.Error as error:
         con.close()
         if is_locked(error):
@@ -119,13 +124,6 @@ def _attach_file(path: Path) -> duckdb.DuckDBPyConnection:
         con.close()
         raise
     return con
-
-
-def _create(con: duckdb.DuckDBPyConnection, *kinds: str) -> None:
-    """This version's macros or views, as objects of the connection. They may need each other, in manifest order."""
-    for file in schema.files():
-        if file.kind in kinds:
-            con.execute(file.sql)
 
 
 def extension(name: str) -> Path:
