@@ -23,7 +23,7 @@ from collectors.database import Database
 from collectors.payload import PayloadError
 from collectors.retention import Keep, Pruned, plan, sweep
 from collectors.writer import Overloaded, Writer
-from rlinsight.errors import CollectorError
+from rlinsight.errors import CollectorError, ConfigError
 from rlinsight.store import Endpoint, read_endpoint, require_at_rest
 
 logger = logging.getLogger(__name__)
@@ -104,9 +104,13 @@ def route(
         authorize(request)
         asked = await read_json(request)
         days, size = asked.get("keep_days"), asked.get("keep_bytes")
-        if any(isinstance(n, bool) or not isinstance(n, int | float | None) or (n or 1) <= 0 for n in (days, size)):
-            raise PayloadError(400, f"keep_days={days!r}, keep_bytes={size!r}: send positive numbers or null")
-        keep, dry_run = Keep(days, None if size is None else int(size)), asked.get("dry_run") is not False
+        if any(isinstance(n, bool) or not isinstance(n, int | float | None) for n in (days, size)):
+            raise PayloadError(400, f"keep_days={days!r}, keep_bytes={size!r}: send numbers or null")
+        try:
+            keep = Keep(days, None if size is None else int(size))
+        except (ConfigError, ValueError, OverflowError) as error:  # JSON of Python has NaN and Infinity
+            raise PayloadError(400, str(error)) from None
+        dry_run = asked.get("dry_run") is not False
         runs = await anyio.to_thread.run_sync(lambda: retention.prune(keep, dry_run))
         return JSONResponse({"runs": [asdict(run) for run in runs]})
 

@@ -19,22 +19,33 @@ import duckdb
 
 from collectors.checkpoints import ROOM
 from rlinsight import schema
+from rlinsight.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 LIVE_S = 3600.0
 CHECKPOINT_BYTES = 256 * 1024**2  # what a checkpoint may write anew of row groups that are partly removed
 DAY_NS = 86_400 * 10**9
+MAX_DAYS = 100_000  # times DAY_NS fits 64 bits
 
 Work = Callable[[duckdb.DuckDBPyConnection], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """What stays: runs heard of in the last ``days``, and no more of them than fit into ``bytes``. None: no limit."""
+    """What stays: runs heard of in the last ``days``, and no more of them than fit into ``bytes``. None: no limit.
+
+    Raises ConfigError for limits that are none.
+    """
 
     days: float | None = None
     bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.days is not None and not 0 < self.days < MAX_DAYS:
+            raise ConfigError(f"keep-days {self.days:g} is no number of days; pass one above 0")
+        if self.bytes is not None and self.bytes <= 0:
+            raise ConfigError(f"keep-bytes {self.bytes} is no size; pass one above 0")
 
     def __bool__(self) -> bool:
         return self.days is not None or self.bytes is not None

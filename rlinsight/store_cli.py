@@ -148,8 +148,6 @@ def prune(
     keep = Keep(keep_days, in_bytes(keep_bytes))
     if not keep:
         raise ConfigError("nothing to go by; pass --keep-days, --keep-bytes or both")
-    if keep_days is not None and not 0 < keep_days < 100_000:
-        raise ConfigError(f"--keep-days {keep_days:g} is no number of days; pass one above 0")
     runs = prune(store, keep, dry_run)
     if runs:
         write(_table(runs), choose_format(None, None, sys.stdout.isatty()), None, Console())

@@ -226,7 +226,8 @@ def test_prune_says_what_would_go(store: Path, tmp_path: Path) -> None:
     assert (line["run_id"], line["reason"], line["rows"]) == ("r-1", "age", "")
     assert result.stderr == "1 to be removed\n"
     refused(rlinsight(*dry, cwd=tmp_path), 2, "pass --keep-days")
-    refused(rlinsight(*dry, "--keep-days", "0", cwd=tmp_path), 2, "--keep-days 0")
+    refused(rlinsight(*dry, "--keep-days", "0", cwd=tmp_path), 2, "keep-days 0")
+    refused(rlinsight("collect", "--store", str(store), "--keep-days", "-1", cwd=tmp_path), 2, "keep-days -1")
     refused(rlinsight(*dry, "--keep-bytes", "much", cwd=tmp_path), 2, "'much' is no size")
 
 
