@@ -24,13 +24,14 @@ from playwright.sync_api import TimeoutError as PlaywrightTimeout
 from collectors.server import start_process
 from dashboards.launch import command
 from rlinsight import store as stores
+from tests.dashboards import foreign
 from tests.synthetic import SECOND, Request, Run, requests
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 WAIT_MS = 60_000
 RUN = "live-20251130-120000-aaaa"
 # What the model says, replaced by markup of the same length so that the message's own sizes stay true.
-MARKUP = {b"The sum is just ": b"<img src=x id=z>", b" number": b"<u></u>"}
+MARKUP = {b"The so, soThe": b"<img src=xyz>", b" number": b"<u></u>"}
 
 TABLE, FIRST_ROW = ".stDataFrameGlideDataEditor", {"x": 20, "y": 50}
 
@@ -191,9 +192,9 @@ def test_model_text_stays_text(url: str, page: Page) -> None:
     """Markup in a response is shown as typed, in its text, its tokens and its siblings: no element is made of it."""
     page.goto(f"{url}/rollouts?q=%3Cimg")
     open_first_row(page)
-    expect(page.locator(".rl-text").nth(1)).to_contain_text("<img src=x id=z>")
+    expect(page.locator(".rl-text").nth(1)).to_contain_text("<img src=xyz>")
     expect(page.locator(".rl-tokens")).to_contain_text("<u></u>")
-    expect(page.locator(".rl-card").first).to_contain_text("<img")
+    expect(page.locator(".rl-card").filter(has_text="<img").first).to_be_visible()
     assert page.locator(".stHtml img, .stHtml u").count() == 0
 
 
@@ -222,3 +223,78 @@ def test_live_run_moves_by_itself(live: tuple[Path, Feed], url: str, page: Page)
     select_step_2(page)
     assert f"run={RUN}" in page.url, "the run's label has moved on, the selection has not"
     assert stores.read_endpoint(live[0]) is not None
+
+
+@pytest.fixture(scope="module")
+def shop(live: tuple[Path, Feed]) -> None:
+    """A shop's traces, a machine and an engine, sent to the collector of the live run as any exporter sends them."""
+    _, feed = live
+    start = time.time_ns() - 90 * SECOND
+    for request in [*foreign.traces(start), *foreign.metrics(start, 1, {"rl.run.id": RUN})]:
+        httpx.post(
+            f"{feed.url}/v1/{request.signal}",
+            content=request.message.SerializeToString(),
+            headers={"content-type": "application/x-protobuf"},
+            timeout=60,
+        ).raise_for_status()
+
+
+@pytest.mark.usefixtures("shop")
+def test_trace_opens_down_to_a_span(url: str, page: Page) -> None:
+    """A foreign trace is found and opened; a click on a bar shows its span, markup as text; a link leads to another."""
+    page.goto(f"{url}/traces")
+    page.get_by_label("Span name").fill("orders")
+    page.get_by_label("Span name").press("Enter")
+    expect(page.get_by_text("1 traces, newest first")).to_be_visible()
+    page.goto(f"{url}/traces?trace={foreign.BROKEN.hex()}")
+    chart = page.locator(".js-plotly-plot").first
+    expect(chart.locator(".point")).to_have_count(3)
+    expect(chart.locator(".annotation-text").nth(2)).to_contain_text("SELECT orders")
+    box = chart.locator(".point").nth(2).bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    expect(chart.locator(".hoverlayer > g")).not_to_have_count(0)
+    page.mouse.down()
+    page.mouse.up()
+    expect(page.locator(".rl-note")).to_contain_text(foreign.MARKUP)
+    assert "trace_span=" in page.url
+    assert page.locator(".stHtml img").count() == 0
+    page.get_by_role("button", name="settle in trace").click()
+    expect(page.get_by_text(foreign.BATCH.hex())).to_be_visible()
+    assert f"trace={foreign.BATCH.hex()}" in page.url
+
+
+@pytest.mark.usefixtures("shop")
+def test_timeline_leads_to_the_trace_of_its_step(url: str, page: Page) -> None:
+    """The link opens the step's trace as a waterfall, also when another trace was open before."""
+    page.goto(f"{url}/traces?trace={foreign.PAID.hex()}")
+    expect(page.get_by_text(foreign.PAID.hex())).to_be_visible()
+    page.get_by_role("link", name="Timeline").click()
+    page.get_by_role("link", name="Trace of this step").click()
+    expect(page.locator(".js-plotly-plot .annotation-text").first).to_contain_text("rl.loop")
+    assert foreign.PAID.hex() not in page.url
+
+
+@pytest.mark.usefixtures("shop")
+def test_metrics_share_one_time_axis(url: str, page: Page) -> None:
+    """Panels are drawn with steps behind them; the dead target is red; zooming one panel moves the other."""
+    page.goto(f"{url}/metrics?of=Scraped")
+    chart = page.locator(".js-plotly-plot").first
+    expect(chart.locator(".subplot")).to_have_count(3)
+    expect(page.locator(".rl-note")).to_contain_text("gone does not answer")
+    assert chart.locator(".shapelayer path").count() > 3
+    assert page.locator(".stHtml img").count() == 0
+    middle, height = chart.evaluate("""chart => {
+        const axes = chart._fullLayout, box = chart.getBoundingClientRect();
+        return [box.left + axes.xaxis._offset + axes.xaxis._length / 2, box.top + axes.yaxis._offset + 60];
+    }""")
+    ranges = "chart => ['xaxis', 'xaxis2'].map(axis => String(chart._fullLayout[axis].range))"
+    before = chart.evaluate(ranges)
+    page.mouse.move(middle, height)
+    page.mouse.down()
+    page.mouse.move(middle + 120, height, steps=5)
+    page.mouse.up()
+    changed = f"before => ({ranges})(document.querySelector('.js-plotly-plot'))[0] !== before"
+    page.wait_for_function(changed, arg=before[0])
+    after = chart.evaluate(ranges)
+    assert after[0] == after[1] != before[0]
