@@ -148,7 +148,10 @@ class Controller:
             and self.reporter.stop_requested()
         ):
             raise _Abandoned
-        with telemetry.span(name, {names.PHASE: name.removeprefix("rl.")}, announce=True) as span:
+        # The others' time is spent in workers, whose own spans say what it counts as.
+        bucket = "overhead" if name in (names.DATA, names.ADVANTAGES, names.RECORD) else None
+        attributes = {names.PHASE: name.removeprefix("rl."), names.BUCKET: bucket}
+        with telemetry.span(name, attributes, announce=True) as span:
             yield span
 
     def _score(self, rollouts: list[Rollout], step: int) -> list[Rollout]:

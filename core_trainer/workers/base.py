@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,7 +28,12 @@ class Place:
 
 
 class Worker:
-    """Base of the Ray actors. What can fail belongs in ``start``: Ray buries the errors of constructors."""
+    """Base of the Ray actors. What can fail belongs in ``start``: Ray buries the errors of constructors.
+
+    ``BUCKETS`` says what the time of a method counts as, of those whose work has no spans of its own.
+    """
+
+    BUCKETS: Mapping[str, str] = {}
 
     def __init__(self, place: Place, job: Job, section: TelemetrySection, resource: dict[str, str]) -> None:
         self.place = place
@@ -54,7 +60,8 @@ class Worker:
 
     def execute(self, method: str, carrier: dict[str, str], step: int | None, args: tuple[Any, ...]) -> Any:
         """Run one method as a span under the caller's."""
-        call = telemetry.span(names.WORKER_CALL, {names.METHOD: method}, carrier=carrier, announce=True)
+        attributes = {names.METHOD: method, names.BUCKET: self.BUCKETS.get(method)}
+        call = telemetry.span(names.WORKER_CALL, attributes, carrier=carrier, announce=True)
         with telemetry.step_context(step), call:
             return getattr(self, method)(*args)
 

@@ -7,7 +7,7 @@ controller's loop composes them. Ranks are data-parallel: equal weights, gradien
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
@@ -36,6 +36,8 @@ RENDEZVOUS_TIMEOUT = timedelta(seconds=120)
 
 class PolicyWorker(Worker):
     """One data-parallel rank of the policy, with its rollout engine."""
+
+    BUCKETS: Mapping[str, str] = {"log_probs": "productive", "save": "overhead"}
 
     def __init__(self, place: Place, job: Job, config: Config, resource: dict[str, str]) -> None:
         super().__init__(place, job, config.telemetry, resource)

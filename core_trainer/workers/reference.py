@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,8 @@ from rlinsight.config import Config
 
 class ReferenceWorker(Worker):
     """One data-parallel rank of the reference, in the compute dtype."""
+
+    BUCKETS: Mapping[str, str] = {"log_probs": "productive"}
 
     def __init__(self, place: Place, job: Job, config: Config, resource: dict[str, str]) -> None:
         super().__init__(place, job, config.telemetry, resource)

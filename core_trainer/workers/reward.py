@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from core_trainer.job import Job
 from core_trainer.rewards import RewardInput, RewardResult, RewardScorer
@@ -14,6 +14,8 @@ from rlinsight.config import Config
 
 class RewardWorker(Worker):
     """Scores rollouts with the configured reward functions."""
+
+    BUCKETS: Mapping[str, str] = {"score": "productive"}
 
     def __init__(self, place: Place, job: Job, config: Config, resource: dict[str, str]) -> None:
         super().__init__(place, job, config.telemetry, resource)

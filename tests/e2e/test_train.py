@@ -118,6 +118,21 @@ def test_everything_links(trained: Project) -> None:
     assert trained.rows("SELECT * FROM open_spans") == []
 
 
+def test_every_leaf_says_what_its_time_counts_as(trained: Project) -> None:
+    """No span of a step's trace without children lacks a bucket, and the buckets of each step add up to it."""
+    silent = trained.rows(
+        """SELECT DISTINCT o.name, (o.span_attributes ->> '$."rlinsight.worker.method"') AS method
+           FROM otel_spans o JOIN v_steps s ON s.trace_id = o.trace_id
+           ANTI JOIN otel_spans c ON c.trace_id = o.trace_id AND c.parent_span_id = o.span_id
+           WHERE o.bucket IS NULL AND (o.span_attributes ->> '$."rlinsight.skipped"') IS NULL"""
+    )
+    assert silent == []
+    for row in trained.rows("SELECT * FROM goodput"):
+        parts = [row[f"{name}_ns"] for name in ("productive", "overhead", "wasted", "idle", "unattributed")]
+        assert sum(parts) == row["wall_ns"]
+        assert row["productive_ns"] > 0
+
+
 def test_views_answer(trained: Project) -> None:
     """The views tell what the run did, and agree with each other."""
     (run,) = trained.rows("SELECT * FROM runs")
