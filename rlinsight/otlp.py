@@ -179,17 +179,18 @@ class Encoder:
 
     def _rounded(self, attributes: Mapping[str, Any]) -> Mapping[str, Any]:
         """Attributes with their floating arrays rounded; an array that is none goes as it is."""
-        arrays = FLOAT_ARRAYS & attributes.keys() if self._token_decimals is not None else ()
+        decimals = self._token_decimals
+        if decimals is None or FLOAT_ARRAYS.isdisjoint(attributes):
+            return attributes
+        import numpy as np  # 0.1 s that only senders of arrays need
+
         rounded = {}
-        for key in arrays:
+        for key in FLOAT_ARRAYS & attributes.keys():
             value = attributes[key]
             if isinstance(value, bytes) and len(value) % 4 == 0:
                 # By way of float64: the nearest float32 to the decimal, the same for equal inputs.
-                import numpy as np  # 0.1 s that only senders of arrays need
-
-                exact = np.frombuffer(value, "<f4").astype(np.float64)
-                rounded[key] = exact.round(self._token_decimals).astype("<f4").tobytes()
-        return {**attributes, **rounded} if rounded else attributes
+                rounded[key] = np.frombuffer(value, "<f4").astype(np.float64).round(decimals).astype("<f4").tobytes()
+        return {**attributes, **rounded}
 
     def _status(self, status: Status) -> Status:
         if status.description is None:
