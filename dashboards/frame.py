@@ -221,7 +221,7 @@ def _status(view: View) -> str:
         f'<span class="rl-dim">{escape(run["algorithm"])} · {escape(run["model"])}</span>',
         f'<span class="rl-dim">started {ago(began)}{f", took {duration(length)}" if length else ""}</span>',
         _completeness(view),
-        source(view.path, view.live),
+        _source(view),
     ]
     return f'<div class="rl-bar">{"".join(parts)}</div>'
 
@@ -239,10 +239,9 @@ def _completeness(view: View) -> str:
     )
 
 
-def source(path: Path, expected: bool) -> str:
-    """HTML: who answers the reads. A collector is ``expected`` while a run is on."""
-    if store.read_endpoint(path) is not None:
+def _source(view: View) -> str:
+    if store.read_endpoint(view.path) is not None:
         return '<span class="rl-dim">live from the collector</span>'
-    if expected:
+    if view.live:
         return f'<span style="color:{palette.AMBER}">collector is down: showing what is stored</span>'
     return '<span class="rl-dim">read from the file</span>'

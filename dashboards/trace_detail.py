@@ -6,6 +6,7 @@ import json
 import time
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import streamlit as st
 
@@ -71,16 +72,16 @@ def _chart(rows: Frame, selected: str) -> None:
     # Nobody knows how long the open spans of a silent run went on: they are drawn to the last thing it reported.
     live = rows["open_for"].eq("running").any()
     now_ns = time.time_ns() if live else int(rows[["start_ns", "end_ns"]].max().max())
-    event = st.plotly_chart(
-        waterfall(rows, now_ns, selected), key="waterfall", on_select="rerun", selection_mode="points",
+
+    def choose() -> None:
+        points = st.session_state["waterfall"]["selection"]["points"]
+        if points:
+            state.select("trace_span", str(np.ravel(points[0]["customdata"])[0]))
+
+    st.plotly_chart(
+        waterfall(rows, now_ns, selected), key="waterfall", on_select=choose, selection_mode="points",
         config={"displayModeBar": False},
     )  # fmt: skip
-    clicked = [point.get("customdata") for point in event["selection"]["points"]]
-    clicked = [value[0] if isinstance(value, list) else value for value in clicked]
-    if clicked and clicked[0] and st.session_state.get("clicked") != clicked[0]:
-        st.session_state["clicked"] = clicked[0]  # a chart keeps its selection: only a new one is an answer
-        state.select("trace_span", clicked[0])
-        st.rerun(scope="fragment")
 
 
 def _choice(rows: Frame, selected: str) -> None:

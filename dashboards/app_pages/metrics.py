@@ -76,7 +76,7 @@ def _whole(view: StoreView, run_id: str | None) -> tuple[int, int] | None:
         return sampled
     run = view.runs[view.runs["run_id"] == run_id].iloc[0]
     known = [*(sampled or ()), *(int(ns) for ns in (run["started_ns"], run["ended_ns"]) if not missing(ns))]
-    if run["status"] == "running":
+    if sampled is None and run["status"] == "running":
         known.append(time.time_ns())
     return (min(known), max(known)) if known else None
 
@@ -108,6 +108,8 @@ def _charts(view: StoreView, window: Window, controls) -> None:
         metric_charts.figure(panels, phases, steps, window.since_ns, window.until_ns), key="panels",
         config={"displaylogo": False, "modeBarButtonsToRemove": ["select2d", "lasso2d"]},
     )  # fmt: skip
+    if len(catalog) == metric_queries.MAX_NAMES:
+        st.caption(f"Only the first {len(catalog):,} metrics by name are offered; the SQL page has all.")
     _meanings(shown)
 
 

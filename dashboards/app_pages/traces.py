@@ -93,7 +93,7 @@ def _table(view: StoreView, chosen: TraceFilter, total: int) -> None:
     with st.container(horizontal=True, vertical_alignment="center", horizontal_alignment="distribute"):
         everything = chosen == TraceFilter()
         fitting = "" if everything else ", with a span that fits all of this"
-        st.caption(f"**{total:,}** traces, newest first{fitting}")
+        st.caption(f"**{total:,}** {'trace' if total == 1 else 'traces'}, newest first{fitting}")
         page = st.pagination(pages, key="traces_page") if pages > 1 else 1
     rows = trace_queries.trace_page(view.read, chosen, PAGE, min(page, pages))
     opened = state.get("trace")

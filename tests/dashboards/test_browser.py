@@ -245,7 +245,7 @@ def test_trace_opens_down_to_a_span(url: str, page: Page) -> None:
     page.goto(f"{url}/traces")
     page.get_by_label("Span name").fill("orders")
     page.get_by_label("Span name").press("Enter")
-    expect(page.get_by_text("1 traces, newest first")).to_be_visible()
+    expect(page.get_by_text("1 trace, newest first")).to_be_visible()
     page.goto(f"{url}/traces?trace={foreign.BROKEN.hex()}")
     chart = page.locator(".js-plotly-plot").first
     expect(chart.locator(".point")).to_have_count(3)

@@ -110,22 +110,31 @@ def test_quantiles_are_of_what_came_since_the_bucket_before(read: Read, window: 
     assert len(late) > 20
 
 
+def waits(path: Path, start: int, temporality: int, *counts: list[int]) -> Read:
+    """A store with histogram ``wait`` of bounds 1 and 2, a point each second."""
+    message = ExportMetricsServiceRequest()
+    metric = message.resource_metrics.add().scope_metrics.add().metrics.add(name="wait", unit="s")
+    metric.histogram.aggregation_temporality = temporality
+    for i, of in enumerate(counts):
+        metric.histogram.data_points.add(
+            time_unix_nano=start + i * SECOND, count=sum(of), bucket_counts=of, explicit_bounds=[1, 2]
+        )
+    deliver(path, points([(0, message)]))
+    return read_now(path)
+
+
 def test_delta_histograms_are_added_up(tmp_path: Path, start: int) -> None:
     """Three deltas in one bucket: one observation in (0, 1] and two in (1, 2] have a median of 1.25."""
-    sent = []
-    for i, counts in enumerate(([1, 0, 0], [0, 1, 0], [0, 1, 0])):
-        message = ExportMetricsServiceRequest()
-        metric = message.resource_metrics.add().scope_metrics.add().metrics.add(name="wait", unit="s")
-        metric.histogram.aggregation_temporality = foreign.DELTA
-        at = start + i * SECOND
-        metric.histogram.data_points.add(
-            time_unix_nano=at, start_time_unix_nano=at - SECOND, count=1, bucket_counts=counts, explicit_bounds=[1, 2]
-        )
-        sent.append((i, message))
-    path = tmp_path / "store.duckdb"
-    deliver(path, points(sent))
-    found = series(read_now(path), "wait", "histogram", Coarse(start, start + 10 * SECOND))
+    read = waits(tmp_path / "store.duckdb", start, foreign.DELTA, [1, 0, 0], [0, 1, 0], [0, 1, 0])
+    found = series(read, "wait", "histogram", Coarse(start, start + 10 * SECOND))
     assert list(found["value"]) == pytest.approx([1.25])
+
+
+def test_a_histogram_that_began_anew_counts_from_zero(tmp_path: Path, start: int) -> None:
+    """100 and 50 observations, after a restart 2 and 2: the median of those is 1, no difference is below zero."""
+    read = waits(tmp_path / "store.duckdb", start, foreign.CUMULATIVE, [100, 50, 0], [2, 2, 0])
+    found = series(read, "wait", "histogram", Window(start, start + 10 * SECOND))
+    assert list(found["value"]) == pytest.approx([1.0])
 
 
 def test_series_and_points_are_bounded(tmp_path: Path, start: int) -> None:

@@ -90,9 +90,9 @@ def test_traces_of_a_store_without_runs(open_page: Open, shop: Path) -> None:
 def test_trace_filters(open_page: Open, shop: Path) -> None:
     """Filters in a link apply, one typed in narrows at once, and one that keeps nothing says so."""
     app = open_page(shop, "traces", errors="true")
-    assert "**1** traces" in html(app)
+    assert "**1** trace," in html(app)
     app.text_input(key="attributes").set_value("user-42").run()
-    assert "**1** traces" in html(app)
+    assert "**1** trace," in html(app)
     app.text_input(key="name").set_value("nothing is called this").run()
     assert "No trace matches" in html(app)
 
@@ -178,6 +178,8 @@ def test_chosen_metrics_alone_are_drawn(open_page: Open, mixed: Path) -> None:
     assert set(app.multiselect(key="metrics").options) >= {"up", "vllm:generation_tokens_total"}
     app.multiselect(key="metrics").set_value(["up"]).run()
     assert list(app.dataframe[0].value["name"]) == ["up"]
+    app.segmented_control(key="of").set_value("Machines").run()
+    assert "system.cpu.utilization" in set(app.dataframe[0].value["name"])
 
 
 def test_metrics_of_another_store_s_run(open_page: Open, mixed: Path) -> None:
