@@ -27,7 +27,9 @@ def exemplar_facts(exemplar: Any) -> dict[str, Any]:
     }
 
 
-_NO_POINT: dict[str, Any] = dict.fromkeys(("value", "value_int", "count", "sum", "min", "max", "bounds", "bucket_counts", "detail"))
+_NO_POINT: dict[str, Any] = dict.fromkeys(
+    ("value", "value_int", "count", "sum", "min", "max", "bounds", "bucket_counts", "detail")
+)
 
 
 def _number_point(point: Any) -> dict[str, Any]:
