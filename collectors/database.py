@@ -28,7 +28,6 @@ from rlinsight.store import explain, is_locked
 LOCK_WAIT_S = (
     15.0  # readers hold a file while their query runs, a leaving collector until it has drained and checkpointed
 )
-MAX_THREADS = 4  # of at most half the cores. On one core, two threads made an insert cost 29 us a span, one 8.
 # Nothing is downloaded, and no commit makes a checkpoint: see checkpoints.py.
 _CONFIG: dict[str, Any] = {
     "autoinstall_known_extensions": "false",
@@ -50,7 +49,9 @@ class Database:
             self.columns = schema.columns(self.con)
             self.memory = MemoryLimit(self.con, memory_bytes())
             self.queries = Queries(self.con, self.memory)
-            self.con.execute(f"SET threads = {max(1, min(len(os.sched_getaffinity(0)) // 2, MAX_THREADS))}")
+            # Two threads made an insert cost 14 us a span, one 8; and a race between them in 1.5.5's window operator ends
+            # with a database that refuses everything, so that a query could stop ingest.
+            self.con.execute("SET threads = 1")
             self.con.execute(f"SET max_temp_directory_size = '{MAX_TEMP_BYTES}B'")
             self._close_to_outside()
         except duckdb.OperationalError as error:  # of the disk; any other is a bug

@@ -17,6 +17,7 @@ import pytest
 from collectors import otlp_http
 from collectors.database import Database
 from rlinsight import schema
+from rlinsight import store as store_module
 from rlinsight.errors import StoreError
 from rlinsight.store import Endpoint, endpoint_path, is_alive, query, read_endpoint
 from tests.collectors.live import collector
@@ -374,3 +375,23 @@ def test_a_collector_that_fails_is_told_not_parsed(tmp_path):
     with pytest.raises(StoreError, match="the collector failed"):
         query("SELECT 1", store=path)
     server.shutdown()
+
+
+def test_a_failure_of_duckdb_is_met_with_one_thread(at_rest, monkeypatch):
+    """A database that DuckDB's own bug has made useless is opened again, with one thread; a second failure is told."""
+    threads = []
+
+    def failing(con, sql, params, timeout_s, times):
+        threads.append(con.execute("SELECT current_setting('threads')").fetchone()[0])
+        if len(threads) <= times:
+            raise store_module.DuckDBFailed("INTERNAL Error")
+        return run(con, sql, params, timeout_s)
+
+    run = store_module.run
+    monkeypatch.setattr(store_module, "run", lambda *call: failing(*call, 1))
+    assert query("SELECT count(*) AS n FROM steps", store=at_rest)["n"][0].as_py() == 5
+    assert threads[1] == 1
+    threads.clear()
+    monkeypatch.setattr(store_module, "run", lambda *call: failing(*call, 2))
+    with pytest.raises(StoreError, match="INTERNAL Error"):
+        query("SELECT 1", store=at_rest)
