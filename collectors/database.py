@@ -49,7 +49,7 @@ class Database:
             self.columns = schema.columns(self.con)
             self.memory = MemoryLimit(self.con, memory_bytes())
             self.queries = Queries(self.con, self.memory)
-            # Two threads made an insert cost 14 us a span, one 8; and a race between them in 1.5.5's window operator ends
+            # Two threads made an insert cost 14 us a span, one 8; and a race of theirs in 1.5.5's window operator ends
             # with a database that refuses everything, so that a query could stop ingest.
             self.con.execute("SET threads = 1")
             self.con.execute(f"SET max_temp_directory_size = '{MAX_TEMP_BYTES}B'")
