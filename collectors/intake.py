@@ -82,7 +82,7 @@ class Intake:
         received_ns = time.time_ns()
         number = _number(producer, seq)
         request = parse(signal, body, content_type)
-        check_request(signal, request)
+        shared = check_request(signal, request)
         if producer is not None and number is not None:
             batch_id = f"{producer}/{signal}/{number}"
         else:
@@ -91,7 +91,7 @@ class Intake:
         decode = {"traces": self._decoder.traces, "logs": self._decoder.logs, "metrics": self._decoder.metrics}[signal]
         decoded = decode(request, batch_id, received_ns)
         check_rows(decoded.rows, len(body))
-        batch = Batch(batch_id, producer, number, signal, len(body), received_ns, decoded)
+        batch = Batch(batch_id, producer, number, signal, len(body), received_ns, decoded, shared)
         return Accepted(signal, decoded, self._writer.submit(batch))
 
 

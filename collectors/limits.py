@@ -11,7 +11,7 @@ from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric
 
 from collectors.payload import PayloadError, Signal
 
-# What one request may become. DuckDB stores twice the rows, and values of this size, within the 256 MiB it is given.
+# What one request may become. DuckDB stores that much within 256 MiB: more than ingest has, less than it is given then.
 MAX_SHARED_BYTES = 64 * 1024**2
 MAX_ROW_BYTES = 64 * 1024**2
 MAX_VALUE_BYTES = 32 * 1024**2
@@ -56,8 +56,8 @@ def _limit_files(cgroups: Path, mount: Path) -> list[Path]:
     return files
 
 
-def check_request(signal: Signal, request: Any) -> None:
-    """Raises PayloadError 413 when what the items of a request share is too much once it stands in every row.
+def check_request(signal: Signal, request: Any) -> int:
+    """Bytes of what the items of a request share, once it stands in every row. Raises PayloadError 413 when too many.
 
     A few megabytes on the wire could be terabytes in the store: one large resource with many small spans.
     """
@@ -66,6 +66,7 @@ def check_request(signal: Signal, request: Any) -> None:
         raise PayloadError(
             413, f"resource and scope, repeated in every row, take {shared >> 20} MiB; send smaller batches"
         )
+    return shared
 
 
 def check_rows(rows: Mapping[str, Sequence[tuple]], body_bytes: int) -> None:

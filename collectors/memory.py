@@ -6,6 +6,10 @@ makes DuckDB let go of cached blocks at once, and it has no other statement for 
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import duckdb
 
 INGEST_BYTES = 160 * 1024**2
@@ -14,24 +18,45 @@ SHARE = 0.25  # of what the machine or the control group has, where that is less
 
 
 class MemoryLimit:
-    """The limit of one database, wide at first; ``available`` is the machine's or control group's. Not thread-safe."""
+    """The limit of one database: wide until the first ``narrow``, for whoever has the store to itself, as a rebuild.
+
+    ``available`` is the machine's or control group's memory. Every method may be called from any thread.
+    """
 
     def __init__(self, con: duckdb.DuckDBPyConnection, available: int) -> None:
         self._con = con.cursor()
+        self._lock = threading.Lock()
+        self._users = 1
         self._query_bytes = min(QUERY_BYTES, int(available * SHARE))
         self._ingest_bytes = min(INGEST_BYTES, self._query_bytes)
-        self.widen()
-
-    def widen(self) -> None:
-        """Queries run, or a rebuild does."""
         self._set(self._query_bytes)
 
-    def narrow(self) -> None:
-        """No query runs any more; where one through Quack still holds more, the limit stays."""
+    @contextmanager
+    def wide(self) -> Iterator[None]:
+        """Much memory for the block."""
+        self.widen()
         try:
-            self._set(self._ingest_bytes)
-        except duckdb.OutOfMemoryException:  # the limit is set all the same
-            self.widen()
+            yield
+        finally:
+            self.narrow()
+
+    def widen(self) -> None:
+        """Somebody needs much memory from here on."""
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                self._set(self._query_bytes)
+
+    def narrow(self) -> None:
+        """Somebody needs it no more. Where a query through Quack still holds more than ingest gets, the limit stays."""
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return
+            try:
+                self._set(self._ingest_bytes)
+            except duckdb.OutOfMemoryException:  # the limit is set all the same
+                self._set(self._query_bytes)
 
     def _set(self, size: int) -> None:
         self._con.execute(f"SET memory_limit = '{size}B'")

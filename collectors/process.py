@@ -73,7 +73,7 @@ def run(store: Path, owner_pids: Sequence[int], listen: Listen, keep: Keep | Non
     with ExitStack() as stack:
         database = stack.enter_context(Database(store))
         database.memory.narrow()
-        writer = Writer(database.con, database.columns)
+        writer = Writer(database.con, database.columns, database.memory)
         intake, owners = Intake(Decoder(database.columns), writer), Owners()
         for pid in owner_pids:
             owners.add(pid)

@@ -27,8 +27,7 @@ class Queries:
         with self._changed:
             if self.closed:
                 raise Overloaded("the collector is leaving")
-            if not self._open:
-                self._memory.widen()
+            self._memory.widen()
             con = self._con.cursor()
             self._open.add(con)
             return con
@@ -38,9 +37,8 @@ class Queries:
         con.close()
         with self._changed:
             self._open.discard(con)
-            if not self._open:
-                self._memory.narrow()
             self._changed.notify_all()
+        self._memory.narrow()
 
     def close(self) -> None:
         """Give out no more, and interrupt those that are out until all are back, or for CLOSE_TIMEOUT_S."""

@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from collectors import arrow
 from collectors.decode import Columns, Decoded
+from collectors.memory import MemoryLimit
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,9 @@ MAX_QUEUED_BATCHES = 256
 MAX_QUEUED_BYTES = 64 * 1024**2
 _END = object()  # nothing comes after it
 MAX_GROUP_BYTES = 16 * 1024**2  # of payload in one transaction: bounds its memory and the wait of its first batch
+# Of resources and scopes in its rows. Usual batches reach the limit above first; many small spans under one large
+# resource took 1.9 GB of memory for 2 MB of payload.
+MAX_GROUP_SHARED_BYTES = 32 * 1024**2
 
 
 class Overloaded(Exception):
@@ -84,6 +88,7 @@ class Batch:
     size: int  # payload bytes
     received_ns: int
     decoded: Decoded
+    shared: int = 0  # bytes of resource and scope in all of its rows
     done: Future[bool] = field(default_factory=_promise)
 
 
@@ -108,9 +113,10 @@ class Writer:
     is beyond use and the process should end.
     """
 
-    def __init__(self, con: duckdb.DuckDBPyConnection, columns: Columns) -> None:
+    def __init__(self, con: duckdb.DuckDBPyConnection, columns: Columns, memory: MemoryLimit | None = None) -> None:
         self.stats = Stats()
         self._con = con
+        self._memory = memory
         self._columns = columns
         self._queue: queue.Queue[Batch | _Task | None] = queue.Queue()
         self._lock = threading.Lock()
@@ -183,8 +189,8 @@ class Writer:
     def _next_group(self) -> tuple[list[Batch], Any]:
         """Wait for a batch and take along what else is queued, up to a size; and what is to be done after them."""
         group: list[Batch] = []
-        size = 0
-        while size < MAX_GROUP_BYTES:
+        size = shared = 0
+        while size < MAX_GROUP_BYTES and shared < MAX_GROUP_SHARED_BYTES:
             try:
                 entry = self._queue.get(block=not group)
             except queue.Empty:
@@ -193,12 +199,13 @@ class Writer:
                 return group, entry or _END
             group.append(entry)
             size += entry.size
+            shared += entry.shared
         return group, None
 
     def _store(self, group: list[Batch]) -> None:
         """Commit a group; when its content or size is why that fails, batch by batch: one bad batch harms no other."""
         try:
-            stored = self._transaction(group)
+            stored = self._with_room(group)
         except (duckdb.OperationalError, duckdb.InternalError, duckdb.FatalException) as error:
             if isinstance(error, duckdb.OutOfMemoryException) and len(group) > 1:
                 for batch in group:
@@ -219,6 +226,16 @@ class Writer:
                 stored.discard(batch.batch_id)
                 self.stats.count(batch, is_new)
                 batch.done.set_result(is_new)
+
+    def _with_room(self, group: list[Batch]) -> set[str]:
+        """The transaction; of a batch that takes more memory than ingest has, with as much as queries get."""
+        try:
+            return self._transaction(group)
+        except duckdb.OutOfMemoryException:
+            if self._memory is None or len(group) > 1:
+                raise
+            with self._memory.wide():
+                return self._transaction(group)
 
     def _give_up(self, group: list[Batch], error: duckdb.Error) -> None:
         message = self.problem = _first_line(error)

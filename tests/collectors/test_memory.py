@@ -4,9 +4,16 @@ from pathlib import Path
 
 import duckdb
 import pytest
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from collectors.database import Database
-from collectors.memory import INGEST_BYTES, QUERY_BYTES, MemoryLimit
+from collectors.decode import Decoder
+from collectors.intake import Intake
+from collectors.limits import memory_bytes
+from collectors.memory import INGEST_BYTES, QUERY_BYTES, SHARE, MemoryLimit
+from collectors.payload import PROTOBUF
+from collectors.writer import MAX_GROUP_SHARED_BYTES, Writer
 
 GIB = 1024**3
 
@@ -17,6 +24,11 @@ def _limit(con: duckdb.DuckDBPyConnection) -> str:
 
 def _used(con: duckdb.DuckDBPyConnection) -> int:
     return con.execute("SELECT sum(memory_usage_bytes) FROM duckdb_memory()").fetchone()[0]  # type: ignore[index]
+
+
+def _text(size: int) -> str:
+    """A size as DuckDB tells it."""
+    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / 2**20:.1f} MiB"
 
 
 def test_ingest_gets_little_and_queries_get_much(tmp_path: Path) -> None:
@@ -30,12 +42,13 @@ def test_ingest_gets_little_and_queries_get_much(tmp_path: Path) -> None:
         assert _limit(database.con) == wide
         database.queries.release(second)
         assert _limit(database.con) == narrow
-        assert (narrow, wide) == ("160.0 MiB", "2.0 GiB")
+        assert (narrow, wide) == (_text(INGEST_BYTES), _text(min(QUERY_BYTES, int(memory_bytes() * SHARE))))
 
 
 def test_what_queries_cached_is_let_go(tmp_path: Path) -> None:
     """After a query that read a gigabyte, no more than ingest's allowance stays in memory."""
     with Database(tmp_path / "s.duckdb") as database:
+        database.memory.narrow()
         con = database.queries.open()
         con.execute("CREATE TABLE x AS SELECT random() AS a, random() AS b FROM range(20_000_000)")
         con.execute("CHECKPOINT")
@@ -53,19 +66,55 @@ def test_a_small_machine_gives_a_quarter(available: int, expected: int) -> None:
     con = duckdb.connect()
     limit = MemoryLimit(con, available)
     limit.narrow()
-    assert _limit(con) == f"{min(INGEST_BYTES, expected) / 2**20:.1f} MiB"
+    assert _limit(con) == _text(min(INGEST_BYTES, expected))
     limit.widen()
-    unit, size = ("GiB", GIB) if expected >= GIB else ("MiB", 2**20)
-    assert _limit(con) == f"{expected / size:.1f} {unit}"
+    assert _limit(con) == _text(expected)
 
 
 def test_a_query_that_holds_more_keeps_its_memory() -> None:
     """Narrowing while another connection holds more than ingest's allowance changes nothing, and raises nothing."""
     con = duckdb.connect()
     limit = MemoryLimit(con, 64 * GIB)
-    limit.widen()
     wide = _limit(con)
     con.execute("CREATE TEMP TABLE held AS SELECT random() AS a FROM range(40_000_000)")
     con.execute("SET max_temp_directory_size = '0B'")  # nowhere to spill to: what is held stays in memory
     limit.narrow()
     assert _limit(con) == wide
+
+
+def test_a_batch_of_the_largest_size_allowed_is_stored(tmp_path: Path) -> None:
+    """Its transaction takes more than ingest's allowance; answered as a full disk is, it would be sent for ever."""
+    request = ExportLogsServiceRequest()
+    records = request.resource_logs.add().scope_logs.add().log_records
+    for _ in range(10):
+        records.add().attributes.add(key="k").value.string_value = "\x01" * 10**6  # six bytes each, as JSON
+    with Database(tmp_path / "s.duckdb") as database:
+        database.memory.narrow()
+        narrow = _limit(database.con)
+        writer = Writer(database.con, database.columns, database.memory)
+        writer.start()
+        accepted = Intake(Decoder(database.columns), writer).take(
+            "logs", request.SerializeToString(), PROTOBUF, "p", "1"
+        )
+        writer.close()
+        assert accepted.done.result(0) is True
+        assert _limit(database.con) == narrow
+
+
+def test_batches_that_are_large_in_the_store_go_into_transactions_of_their_own(tmp_path: Path) -> None:
+    """Kilobytes each, of small spans under one large resource: together they would be more than memory holds."""
+    request = ExportTraceServiceRequest()
+    resource_spans = request.resource_spans.add()
+    resource_spans.resource.attributes.add(key="k").value.string_value = "x" * 50_000
+    spans = resource_spans.scope_spans.add().spans
+    for _ in range(MAX_GROUP_SHARED_BYTES // 50_000 + 1):
+        span = spans.add()
+        span.trace_id, span.span_id, span.start_time_unix_nano, span.end_time_unix_nano = b"1" * 16, b"1" * 8, 1, 2
+    with Database(tmp_path / "s.duckdb") as database:
+        writer = Writer(database.con, database.columns, database.memory)
+        intake = Intake(Decoder(database.columns), writer)
+        for number in range(2):
+            intake.take("traces", request.SerializeToString(), PROTOBUF, "p", str(number))
+        writer.start()
+        writer.close()
+        assert (writer.stats.commits, writer.stats.failures) == (2, 0)
