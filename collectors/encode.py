@@ -1,7 +1,8 @@
 """Raw rows back to the OTLP requests they came from: the inverse of decode.py, for replays and rebuilding the domain.
 
 Pure but for ``select``, which says what to read. What a store keeps comes back whole; repeated attribute keys, unknown
-enum numbers, and whether a scope repeated its resource's schema URL, were never stored.
+enum numbers, whether an attribute was NaN or the text "NaN", and whether a scope repeated its resource's schema URL,
+were never stored.
 """
 
 from __future__ import annotations

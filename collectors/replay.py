@@ -39,6 +39,11 @@ GIVE_UP_S = 300.0  # without one request answered
 LONGEST_PAUSE_S = 10.0
 PASSING = (408, 429, 500, 502, 503, 504)  # worth another attempt
 
+ORDER: dict[Signal, str] = {
+    "traces": "resource_attributes, scope_name, start_ns, span_id",
+    "logs": "item, time_ns, span_id",
+    "metrics": "resource_attributes, scope_name, name, attributes, time_ns",
+}
 _RESPONSES: dict[Signal, Any] = {
     "traces": ExportTraceServiceResponse,
     "logs": ExportLogsServiceResponse,
@@ -110,15 +115,18 @@ def _batches(
     con: duckdb.DuckDBPyConnection, signal: Signal, lists: encode.Lists, where: str
 ) -> Iterator[list[dict[str, Any]]]:
     """The raw rows of a signal, those of one batch at a time, with the ledger's word about each."""
-    order = {"traces": "", "logs": ", item", "metrics": ", name"}[signal]
-    statement = (
-        f"SELECT raw.*, b.producer, b.seq, b.rows AS batch_rows FROM ({encode.select(signal, lists)}) raw "
-        f"LEFT JOIN ingest_batches b ON b.batch_id = raw.batch_id{where} ORDER BY raw.batch_id{order}"
-    )
-    reader = con.execute("FROM in_store(?)", [statement]).to_arrow_reader(READ_ROWS)
+    reader = con.execute("FROM in_store(?)", [_statement(signal, lists, where)]).to_arrow_reader(READ_ROWS)
     rows = (row for batch in reader for row in encode.rows(batch))
     for _, batch in groupby(rows, key=itemgetter("batch_id")):
         yield list(batch)
+
+
+def _statement(signal: Signal, lists: encode.Lists, where: str) -> str:
+    """Rows in the same order each time: a foreign batch is known again by the hash of its content alone."""
+    return (
+        f"SELECT raw.*, b.producer, b.seq, b.rows AS batch_rows FROM ({encode.select(signal, lists)}) raw "
+        f"LEFT JOIN ingest_batches b ON b.batch_id = raw.batch_id{where} ORDER BY raw.batch_id, {ORDER[signal]}"
+    )
 
 
 def _identity(rows: list[dict[str, Any]]) -> dict[str, str]:
