@@ -42,10 +42,12 @@ def kept(con: duckdb.DuckDBPyConnection, store: Path) -> Iterator[None]:
     names = (store.with_name(f"{store.name}.v{version}{suffix}.bak") for suffix in _suffixes())
     copy = next(name for name in names if not name.exists())
     # By a process of its own: closing a second descriptor of the file in this one would give up DuckDB's lock on it.
-    done = subprocess.run(["cp", "-p", str(store), str(copy)], capture_output=True, text=True)
+    part = copy.with_name(f"{copy.name}.partial")  # one that was cut off is not taken for a copy
+    done = subprocess.run(["cp", "-p", str(store), str(part)], capture_output=True, text=True)
     if done.returncode:
-        copy.unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
         raise StoreError(f"{store} could not be copied to {copy} before its migration: {done.stderr.strip()}")
+    part.rename(copy)
     try:
         yield
     except BaseException:

@@ -32,14 +32,13 @@ def compact(store: Path, report: Callable[[str, int, int], None] = lambda table,
     require_at_rest(store)
     with Database(store) as database:  # brings it to this version
         database.con.execute("CHECKPOINT")
-    if store.with_name(f"{store.name}.wal").exists():  # it would be taken for the copy's
-        raise StoreError(f"{store} has a write-ahead log that cannot be merged into it now; run this again")
-    size, free = store.stat().st_size, shutil.disk_usage(store.parent).free
+    folder = store.resolve().parent  # a link to the store stays one
+    size, free = store.stat().st_size, shutil.disk_usage(folder).free
     if free < size + SPARE_BYTES:
         raise StoreError(
             f"compacting {store} needs {(size + SPARE_BYTES) >> 20} MiB beside it and {free >> 20} are free; make room"
         )
-    draft, spill = store.with_name(f"{store.name}.compact"), store.with_name(f"{store.name}.compact.tmp")
+    draft, spill = folder / f"{store.name}.compact", folder / f"{store.name}.compact.tmp"
     _remove(draft, spill)  # of one that was killed
     try:
         _rewrite(store, draft, spill, report)
@@ -59,10 +58,12 @@ def _rewrite(store: Path, draft: Path, spill: Path, report: Callable[[str, int, 
         schema.apply(con, draft)
         con.execute("DELETE FROM schema_meta")
     with duckdb.connect() as con:
-        con.execute(f"SET temp_directory = {_quoted(spill)}")
+        con.execute(f"SET temp_directory = {schema.quoted(spill)}")
         con.execute(f"SET memory_limit = '{max(1024**3, memory_bytes() // 4)}B'")
-        con.execute(f"ATTACH {_quoted(store)} AS old (READ_ONLY)")
-        con.execute(f"ATTACH {_quoted(draft)} AS new")
+        con.execute(f"ATTACH {schema.quoted(store)} AS old (READ_ONLY)")  # from here on nobody can write it
+        if store.with_name(f"{store.name}.wal").exists():  # it would be taken for the copy's
+            raise StoreError(f"{store} has a write-ahead log that cannot be merged into it now; run this again")
+        con.execute(f"ATTACH {schema.quoted(draft)} AS new")
         tables = _tables(con)
         for done, (table, columns) in enumerate(tables.items()):
             report(table, done, len(tables))
@@ -71,8 +72,9 @@ def _rewrite(store: Path, draft: Path, spill: Path, report: Callable[[str, int, 
         con.execute("DETACH new")
         draft.chmod(store.stat().st_mode & 0o777)
         _sync(draft)
-        draft.replace(store)  # still attached: nobody could write the old file between its last row and this moment
-        _sync(store.parent)
+        # Still attached: nobody could write the old file between its last row and this moment.
+        draft.replace(store.resolve())
+        _sync(draft.parent)
 
 
 def _tables(con: duckdb.DuckDBPyConnection) -> dict[str, list[str]]:
@@ -107,7 +109,3 @@ def _remove(draft: Path, spill: Path) -> None:
     draft.unlink(missing_ok=True)
     draft.with_name(f"{draft.name}.wal").unlink(missing_ok=True)
     shutil.rmtree(spill, ignore_errors=True)
-
-
-def _quoted(path: Path) -> str:
-    return "'" + str(path).replace("'", "''") + "'"

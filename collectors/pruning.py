@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import duckdb
 import httpx
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -21,10 +22,10 @@ from starlette.routing import Route
 
 from collectors.database import Database
 from collectors.payload import PayloadError
-from collectors.retention import Keep, Pruned, plan, sweep
+from collectors.retention import Keep, Pruned, Work, plan, sweep
 from collectors.writer import Overloaded, Writer
-from rlinsight.errors import CollectorError, ConfigError
-from rlinsight.store import Endpoint, read_endpoint, require_at_rest
+from rlinsight.errors import CollectorError, ConfigError, StoreError
+from rlinsight.store import Endpoint, read_endpoint, refusal, require_at_rest, sql_error
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +49,16 @@ class Retention:
         with self._lock, self._database.con.cursor() as con:
             if dry_run:
                 return plan(con, keep, self._owned())
-            write = lambda work: self._writer.submit_task(work).result()  # noqa: E731
-            return sweep(con, write, self._database.store, keep, self._owned())
+            return sweep(con, self._write, self._database.store, keep, self._owned())
+
+    def _write(self, work: Work) -> Any:
+        """Do ``work`` on the writer's connection. Raises Overloaded when the collector is leaving."""
+        if self._stop.is_set():
+            raise Overloaded("the collector is leaving")
+        return self._writer.submit_task(work).result()
 
     def close(self) -> None:
-        """Stop sweeping; a removal under way is finished."""
+        """Stop sweeping; the removal of one run that is under way is finished."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -78,7 +84,12 @@ def prune(store: Path, keep: Keep, dry_run: bool) -> list[Pruned]:
     with Database(store) as database, database.con.cursor() as con:
         if dry_run:
             return plan(con, keep, owned=False)
-        return sweep(con, lambda work: work(database.con), store, keep, owned=False)
+        try:
+            return sweep(con, lambda work: work(database.con), store, keep, owned=False)
+        except duckdb.OperationalError as error:  # of the disk or of memory; any other is a bug
+            raise StoreError(
+                f"{store} was not pruned, or not of every run: {sql_error(error)}; free some space and run this again"
+            ) from None
 
 
 def _ask(endpoint: Endpoint, keep: Keep, dry_run: bool) -> list[Pruned]:
@@ -89,7 +100,8 @@ def _ask(endpoint: Endpoint, keep: Keep, dry_run: bool) -> list[Pruned]:
     except httpx.HTTPError as error:
         raise CollectorError(f"the collector (process {endpoint.pid}) does not answer: {error}") from None
     if not answer.is_success:
-        raise CollectorError(f"the collector (process {endpoint.pid}) did not prune: {answer.json()['message']}")
+        reason = refusal(answer.content) or f"HTTP {answer.status_code}; its log tells why"
+        raise CollectorError(f"the collector (process {endpoint.pid}) did not prune: {reason}")
     return [Pruned(**run) for run in answer.json()["runs"]]
 
 

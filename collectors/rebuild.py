@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import duckdb
 
 from collectors import arrow, encode
-from collectors.database import Database
+from collectors.database import Database, transaction
 from collectors.decode import Columns, Decoder
 from collectors.payload import Signal
 from collectors.projections import PROJECTIONS
-from rlinsight.store import require_at_rest
+from rlinsight.errors import StoreError
+from rlinsight.store import require_at_rest, sql_error
 
 CHUNK_ROWS = 5000
 
@@ -39,13 +40,13 @@ def rebuild(store: Path, report: Callable[[int, int], None] = lambda done, total
     require_at_rest(store)
     with Database(store) as database:
         con = database.con
-        con.execute("BEGIN")
         try:
-            done = _Rebuild(con, database.columns, report).run()
-            con.execute("COMMIT")
-        except BaseException:
-            con.execute("ROLLBACK")
-            raise
+            with transaction(con):
+                done = _Rebuild(con, database.columns, report).run()
+        except duckdb.OperationalError as error:  # of the disk or of memory; any other is a bug
+            raise StoreError(
+                f"{store} was not rebuilt and is as it was: {sql_error(error)}; free some space and run this again"
+            ) from None
         con.execute("CHECKPOINT")
     return done
 

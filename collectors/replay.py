@@ -29,7 +29,7 @@ from collectors.payload import SIGNALS, Signal
 from rlinsight import schema
 from rlinsight.attach import connected
 from rlinsight.errors import CollectorError, ConfigError, StoreError
-from rlinsight.export import literal, require_run
+from rlinsight.export import require_run
 
 if TYPE_CHECKING:
     import duckdb
@@ -79,7 +79,7 @@ def replay(
         require_run(con, run)
         columns = _columns(con, store)
         lists = encode.Lists(columns)
-        where = "" if run is None else f" WHERE run_id = {literal(run)}"
+        where = "" if run is None else f" WHERE run_id = {schema.quoted(run)}"
         total = sum(_count(con, f"{encode.TABLES[signal]}{where}") for signal in SIGNALS)
         for signal in SIGNALS:
             for rows in _batches(con, signal, lists, where):

@@ -18,6 +18,7 @@ from typing import Any
 import duckdb
 
 from collectors.checkpoints import ROOM
+from collectors.database import transaction
 from rlinsight import schema
 from rlinsight.errors import ConfigError
 
@@ -43,7 +44,7 @@ class Keep:
 
     def __post_init__(self) -> None:
         if self.days is not None and not 0 < self.days < MAX_DAYS:
-            raise ConfigError(f"keep-days {self.days:g} is no number of days; pass one above 0")
+            raise ConfigError(f"keep-days {self.days:g} is no number of days; pass one above 0 and under {MAX_DAYS}")
         if self.bytes is not None and self.bytes <= 0:
             raise ConfigError(f"keep-bytes {self.bytes} is no size; pass one above 0")
 
@@ -161,7 +162,8 @@ def _checkpoint(con: duckdb.DuckDBPyConnection, store: Path) -> bool:
 
 def _remove_run(con: duckdb.DuckDBPyConnection, run: Pruned) -> Pruned | None:
     """Remove a run from every table; None when something of it came in since it was chosen."""
-    return _transaction(con, lambda: _delete_run(con, run))
+    with transaction(con):
+        return _delete_run(con, run)
 
 
 def _delete_run(con: duckdb.DuckDBPyConnection, run: Pruned) -> Pruned | None:
@@ -186,11 +188,9 @@ def _delete_run(con: duckdb.DuckDBPyConnection, run: Pruned) -> Pruned | None:
 def _remove_of_no_run(con: duckdb.DuckDBPyConnection, cutoff_ns: int) -> Pruned | None:
     """Remove raw rows of no run that came in before; None when there are none."""
 
-    def delete() -> Pruned | None:
+    with transaction(con):
         rows = sum(_deleted(con, f"{table} WHERE run_id IS NULL AND ingest_ns < ?", cutoff_ns) for table in RAW)
         return _log(con, Pruned(None, "age", cutoff_ns, None, rows), None) if rows else None
-
-    return _transaction(con, delete)
 
 
 def _deleted(con: duckdb.DuckDBPyConnection, what: str, value: Any) -> int:
@@ -203,15 +203,4 @@ def _log(con: duckdb.DuckDBPyConnection, done: Pruned, producers: list[str] | No
         "VALUES (?, ?, ?, ?, ?, ?, ?)",
         [done.run_id, done.reason, done.rows, done.bytes, done.last_heard_ns, producers, time.time_ns()],
     )
-    return done
-
-
-def _transaction(con: duckdb.DuckDBPyConnection, work: Callable[[], Pruned | None]) -> Pruned | None:
-    con.execute("BEGIN")
-    try:
-        done = work()
-        con.execute("COMMIT")
-    except BaseException:
-        con.execute("ROLLBACK")
-        raise
     return done

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlinsight import schema
+
 
 @dataclass(frozen=True)
 class Example:
@@ -14,7 +16,7 @@ class Example:
 
     def sql_for(self, run_id: str) -> str:
         """The SQL with the run filled in."""
-        return self.sql.replace("{run}", "'" + run_id.replace("'", "''") + "'")
+        return self.sql.replace("{run}", schema.quoted(run_id))
 
 
 EXAMPLES = (

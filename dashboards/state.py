@@ -6,22 +6,21 @@ Filters are widgets bound to the URL by Streamlit itself; they live in their pag
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
 import streamlit as st
 
+from rlinsight.store import resolve
+
 KEYS = ("run", "step", "rollout", "trace", "trace_span")
-STORE_VARIABLE = "RLINSIGHT_STORE"
-DEFAULT_STORE = "runs/rlinsight.duckdb"
 
 
 def store_path() -> Path:
     """``--store`` of the command line, else $RLINSIGHT_STORE, else the default of a run."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--store", default=os.environ.get(STORE_VARIABLE, DEFAULT_STORE))
-    return Path(parser.parse_known_args(sys.argv[1:])[0].store)
+    parser.add_argument("--store")
+    return resolve(parser.parse_known_args(sys.argv[1:])[0].store)
 
 
 def restore() -> None:

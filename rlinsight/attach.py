@@ -103,7 +103,7 @@ def _attach_file(path: Path) -> duckdb.DuckDBPyConnection:
         raise missing(path)
     con = duckdb.connect()
     try:
-        con.execute(f"ATTACH '{str(path).replace(chr(39), chr(39) * 2)}' AS store (READ_ONLY)")
+        con.execute(f"ATTACH {schema.quoted(path)} AS store (READ_ONLY)")
         con.execute("USE store")
         version = schema.stored_version(con, path)
         con.execute("USE memory")

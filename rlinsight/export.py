@@ -9,8 +9,9 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from rlinsight import schema
 from rlinsight.attach import connected
 from rlinsight.errors import StoreError
 
@@ -45,9 +46,9 @@ def export(store: Path, folder: Path, form: FileFormat, run: str | None) -> Iter
         target.mkdir()
         relations = _relations(con, run)
         for number, name in enumerate(relations, start=1):
-            sql = f"SELECT * FROM {name}" + (f" WHERE run_id = {literal(run)}" if run is not None else "")
-            file = str(target / f"{name}.{form}").replace("'", "''")
-            rows = con.execute(f"COPY (FROM in_store(?)) TO '{file}' ({OPTIONS[form]})", [sql]).fetchone()
+            sql = f"SELECT * FROM {name}" + (f" WHERE run_id = {schema.quoted(run)}" if run is not None else "")
+            file = schema.quoted(target / f"{name}.{form}")
+            rows = con.execute(f"COPY (FROM in_store(?)) TO {file} ({OPTIONS[form]})", [sql]).fetchone()
             yield Exported(name, rows[0] if rows else 0, number, len(relations))
 
 
@@ -64,16 +65,12 @@ def require_run(con: duckdb.DuckDBPyConnection, run: str | None) -> None:
     """Raises StoreError naming the newest runs unless the store holds ``run``, or it is None."""
     if run is None:
         return
-    found = con.execute("FROM in_store(?)", [f"SELECT count(*) FROM attempts WHERE run_id = {literal(run)}"]).fetchone()
+    sql = f"SELECT count(*) FROM attempts WHERE run_id = {schema.quoted(run)}"
+    found = con.execute("FROM in_store(?)", [sql]).fetchone()
     if not found or not found[0]:
         newest = con.execute("SELECT run_id FROM runs ORDER BY started DESC LIMIT 5").fetchall()
         known = ", ".join(row[0] for row in newest) or "none at all"
         raise StoreError(f"the store holds no run {run!r}; its newest: {known}")
-
-
-def literal(value: Any) -> str:
-    """A text as an SQL literal, for statements that cannot take parameters."""
-    return "'" + str(value).replace("'", "''") + "'"
 
 
 @contextmanager

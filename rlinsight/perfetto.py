@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import orjson
 
+from rlinsight import schema
 from rlinsight.attach import connected
-from rlinsight.export import draft, literal, require_run
+from rlinsight.export import draft, require_run
 
 if TYPE_CHECKING:
     import duckdb
@@ -143,7 +144,8 @@ class _Trace:
         return spans
 
     def _ask(self, sql: str) -> Iterator[tuple[Any, ...]]:
-        reader = self._con.cursor().execute("FROM in_store(?)", [sql.format(run=literal(self._run))]).to_arrow_reader()
+        about_run = sql.format(run=schema.quoted(self._run))
+        reader = self._con.cursor().execute("FROM in_store(?)", [about_run]).to_arrow_reader()
         for batch in reader:
             yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
 

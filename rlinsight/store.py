@@ -144,30 +144,39 @@ def _ask_collector(endpoint: Endpoint, sql: str, params: Params | None, timeout_
     import pyarrow as pa
 
     try:
-        body = json.dumps({"sql": sql, "params": params, "timeout_s": timeout_s})
+        asked = {"sql": sql, "params": params, "timeout_s": timeout_s}
+        status, answer = call(endpoint, "POST", "/v1/sql", asked, timeout_s + 10)
     except TypeError as error:
         raise StoreError(f"query parameters must be text, numbers, booleans, None or lists of them: {error}") from None
-    host = endpoint.http.removeprefix("http://")
-    connection = http.client.HTTPConnection(host, timeout=timeout_s + 10)
-    headers = {"Authorization": f"Bearer {endpoint.token}", "Content-Type": "application/json"}
-    try:
-        connection.request("POST", "/v1/sql", body, headers)
-        response = connection.getresponse()
-        answer = response.read()
     except TimeoutError:
         raise StoreError(f"the collector (process {endpoint.pid}) did not answer within {timeout_s + 10:g} s") from None
-    except (OSError, http.client.HTTPException) as error:
+    except OSError as error:
         raise HandOver(f"collector {endpoint.pid} does not answer ({error})") from None
-    finally:
-        connection.close()
-    if response.status == 503:
+    if status == 503:
         raise HandOver(f"collector {endpoint.pid} is leaving")
-    if response.status != 200:
-        raise StoreError(_refusal(answer) or f"the collector failed (HTTP {response.status}); its log tells why")
+    if status != 200:
+        raise StoreError(refusal(answer) or f"the collector failed (HTTP {status}); its log tells why")
     return pa.ipc.open_stream(answer).read_all()
 
 
-def _refusal(answer: bytes) -> str | None:
+def call(endpoint: Endpoint, method: str, path: str, asked: Mapping[str, Any], timeout_s: float) -> tuple[int, bytes]:
+    """Send a collector JSON with its token, past any proxy of the environment; status and body of its answer.
+
+    Raises OSError when it does not answer, TypeError for what JSON cannot hold.
+    """
+    connection = http.client.HTTPConnection(endpoint.http.removeprefix("http://"), timeout=timeout_s)
+    headers = {"Authorization": f"Bearer {endpoint.token}", "Content-Type": "application/json"}
+    try:
+        connection.request(method, path, json.dumps(asked), headers)
+        response = connection.getresponse()
+        return response.status, response.read()
+    except http.client.HTTPException as error:
+        raise ConnectionError(f"{type(error).__name__}: {error}") from None
+    finally:
+        connection.close()
+
+
+def refusal(answer: bytes) -> str | None:
     """The reason in a collector's answer; None when it gave none."""
     try:
         return json.loads(answer)["message"]

@@ -8,6 +8,7 @@ import json
 import random
 import shutil
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -41,10 +42,12 @@ def store(request: pytest.FixtureRequest) -> Path:
     return request.getfixturevalue(request.param)
 
 
-def _count(store: Path, relation: str, run: str | None = None) -> int:
-    where = "" if run is None else " WHERE run_id = ?"
-    params = [] if run is None else [run]
-    return query(f"SELECT count(*) AS n FROM {relation}{where}", store=store, params=params)["n"][0].as_py()
+def _counts(store: Path, relations: Iterable[str], run: str | None = None) -> dict[str, int]:
+    """Rows of each relation, of a run or of all."""
+    where = "" if run is None else " WHERE run_id = $run"
+    counts = " UNION ALL ".join(f"SELECT '{name}' AS name, count(*) AS n FROM {name}{where}" for name in relations)
+    found = query(counts, store=store, params=None if run is None else {"run": run})
+    return dict(zip(found["name"].to_pylist(), found["n"].to_pylist(), strict=True))
 
 
 # Files ---------------------------------------------------------------------------------------------------------------
@@ -64,8 +67,8 @@ def test_parquet_files_hold_every_row(store, tmp_path):
         "schema_meta",
         "runs",
     }
-    for name, rows in files.items():
-        assert rows == _count(store, name) == pq.read_metadata(tmp_path / "out" / f"{name}.parquet").num_rows, name
+    written = {name: pq.read_metadata(tmp_path / "out" / f"{name}.parquet").num_rows for name in files}
+    assert files == written == _counts(store, files)
     columns = ["rollout_id", "token_ids", "rollout_log_probs", "response_text"]
     back = pq.read_table(tmp_path / "out" / "token_runs.parquet", columns=columns).sort_by("rollout_id")
     assert back.to_pylist() == query(f"SELECT {', '.join(columns)} FROM token_runs ORDER BY 1", store=store).to_pylist()
@@ -77,10 +80,11 @@ def test_one_run_is_exported_alone(store, tmp_path):
     files = {item.name: item.rows for item in export(store, tmp_path / "out", "csv", SECOND.run_id)}
     assert "ingest_batches" not in files
     assert "schema_meta" not in files
+    assert files == _counts(store, files, SECOND.run_id)
     for name, rows in files.items():
         with (tmp_path / "out" / f"{name}.csv").open(newline="") as file:
             lines = list(csv.DictReader(file))
-        assert len(lines) == rows == _count(store, name, SECOND.run_id)
+        assert len(lines) == rows
         assert {line["run_id"] for line in lines} <= {SECOND.run_id}
     assert files["rollouts"] == 4
 
@@ -107,10 +111,11 @@ def test_nothing_is_overwritten_and_nothing_half_done_stays(at_rest, tmp_path):
 # Traces --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["t.json", "t.json.gz"])
-def trace(request: pytest.FixtureRequest, store: Path, tmp_path: Path) -> dict:
-    file = tmp_path / request.param
-    assert perfetto.export(store, file, FIRST.run_id) == _count(store, "v_spans", FIRST.run_id)
+@pytest.fixture(scope="module", params=[("at_rest", "t.json"), ("live", "t.json.gz")])
+def trace(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    store = request.getfixturevalue(request.param[0])
+    file = tmp_path_factory.mktemp("trace") / request.param[1]
+    assert perfetto.export(store, file, FIRST.run_id) == _counts(store, ["v_spans"], FIRST.run_id)["v_spans"]
     return json.loads(gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes())
 
 

@@ -91,7 +91,7 @@ def apply(con: Any, store: Path) -> None:
                 con.execute(file.sql)
             if file.kind != "macros":
                 target = "TABLE" if file.kind == "tables" else "VIEW"
-                con.execute(f"COMMENT ON {target} {file.name} IS {_quoted(file.comment)}")
+                con.execute(f"COMMENT ON {target} {file.name} IS {quoted(file.comment)}")
         con.execute("UPDATE schema_meta SET version = ?, views_hash = ?", [VERSION, views_hash()])
         con.execute("COMMIT")
     except Exception as error:
@@ -132,11 +132,12 @@ def shadow_old_views(con: Any) -> None:
         if file.kind != "tables":
             con.execute(file.sql.replace("CREATE OR REPLACE", "CREATE OR REPLACE TEMP", 1))
         if file.kind == "views":
-            con.execute(f"COMMENT ON VIEW temp.{file.name} IS {_quoted(file.comment)}")
+            con.execute(f"COMMENT ON VIEW temp.{file.name} IS {quoted(file.comment)}")
 
 
-def _quoted(text: str) -> str:
-    return "'" + text.replace("'", "''") + "'"
+def quoted(text: str | Path) -> str:
+    """A text or path as an SQL literal, for statements that cannot take parameters."""
+    return "'" + str(text).replace("'", "''") + "'"
 
 
 def columns(con: Any) -> dict[str, dict[str, str]]:

@@ -63,6 +63,21 @@ def test_a_compact_store_holds_the_same_in_less_room(store):
         assert running.http.get("/healthz").is_success
 
 
+def test_a_link_to_the_store_stays_one(store, tmp_path):
+    """The file it leads to is what is replaced, where it is; a log left beside the link is part of the store."""
+    link = tmp_path / "elsewhere" / "link.duckdb"
+    link.parent.mkdir()
+    link.symlink_to(store)
+    code = "import duckdb, os, sys; c = duckdb.connect(sys.argv[1]); c.execute('DELETE FROM steps'); os._exit(0)"
+    subprocess.run([sys.executable, "-c", code, str(link)], check=True)
+    before = _content(link)
+    was, now = compact(link)
+    assert link.is_symlink()
+    assert now == store.stat().st_size < was
+    assert _content(link) == _content(store) == before
+    assert before["steps"] == []
+
+
 @pytest.mark.slow
 def test_a_compaction_killed_at_any_moment_leaves_the_store(store):
     """SIGKILL after ever longer times, until one compaction comes through: the rows are always all there."""

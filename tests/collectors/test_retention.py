@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ import pytest
 from collectors import retention
 from collectors.database import Database
 from collectors.decode import Decoder
-from collectors.pruning import prune
+from collectors.pruning import Retention, prune
 from collectors.retention import Keep, Pruned, plan
-from collectors.writer import Writer
+from collectors.writer import Overloaded, Writer
 from rlinsight import launch, query, schema
 from rlinsight.config import TelemetrySection
 from rlinsight.errors import StoreError
@@ -33,8 +34,8 @@ def _run(run_id: str, days: float, **changes: Any) -> Run:
 
 def _fill(store: Path, **days: float) -> None:
     """Runs that were recorded, and came in, so many days ago."""
+    fill(store, *(_run(run, ago, status=None if run.startswith("lost") else "finished") for run, ago in days.items()))
     for run_id, ago in days.items():
-        fill(store, _run(run_id, ago, status=None if run_id.startswith("lost") else "finished"))
         _came_in(store, ago, f"run_id = '{run_id}'")
 
 
@@ -44,11 +45,16 @@ def _came_in(store: Path, days: float, where: str) -> None:
             con.execute(f"UPDATE {table} SET ingest_ns = ? WHERE {where}", [time.time_ns() - int(days * DAY)])
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Path:
-    path = tmp_path / "s.duckdb"
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("filled") / "s.duckdb"
     _fill(path, old=40, lost=35, middle=20, recent=2)
     return path
+
+
+@pytest.fixture
+def store(filled: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copy(filled, tmp_path / "s.duckdb"))
 
 
 def _plan(store: Path, keep: Keep, owned: bool = False) -> dict[str | None, str]:
@@ -188,6 +194,26 @@ def test_a_runs_config_reaches_the_collector_it_starts():
     section = TelemetrySection.model_validate({"keep_days": 30, "keep_bytes": "200GB"})
     assert launch._keep(section) == ["--keep-days", "30.0", "--keep-bytes", "200000000000"]
     assert launch._keep(TelemetrySection()) == []
+
+
+def test_a_collector_that_leaves_waits_for_one_run_at_most(store):
+    """Told to stop while it removes the first of two runs: that one is gone, whole, and the other is there."""
+    with Database(store) as database:
+        writer = Writer(database.con, database.columns)
+        writer.start()
+        sweeping = Retention(database, writer, lambda: False, None)
+        remove = retention._delete_run
+
+        def stopping(*call: Any) -> Pruned | None:
+            sweeping.close()
+            return remove(*call)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(retention, "_delete_run", stopping)
+            with pytest.raises(Overloaded):
+                sweeping.prune(Keep(days=30), dry_run=False)
+        writer.close()
+    assert _rows(store)["steps"] == {"lost", "middle", "recent"}
 
 
 # Beside a collector --------------------------------------------------------------------------------------------------
