@@ -42,6 +42,7 @@ LEFTOVERS_TIMEOUT_S = 10.0
 INGEST_TIMEOUT_S = 24 * 3600.0  # a spool of an offline cluster may be large; progress is kept if it is interrupted
 # The collector drains within its grace of two seconds; waiting for it means no process outlives the command.
 COLLECTOR_EXIT_TIMEOUT_S = 10.0
+OWN_TIMEOUT_S = 5.0
 WATCH_S = (1.0, 30.0)  # between looks at the collector; doubles with each start of another one, to the second
 
 _log = logging.getLogger(__name__)
@@ -98,16 +99,10 @@ def train(
                 summary = progress.cut_short(run.newest_checkpoint())
                 end.status = "interrupted"
             if end.status == "interrupted":
-                end.exit_code, end.reason = (
-                    128 + signals.received,
-                    f"stopped by {signal.Signals(signals.received).name}",
-                )
-        _say(
-            console,
-            progress.summary(
-                summary, _completeness(section.store, run.run_id) if section.enabled else "off", section.store
-            ),
-        )
+                end.exit_code = 128 + signals.received
+                end.reason = f"stopped by {signal.Signals(signals.received).name}"
+        completeness = _completeness(section.store, run.run_id) if section.enabled else "off"
+        _say(console, progress.summary(summary, completeness, section.store))
         if not end.delivered:
             where = shlex.join([str(run.spool), "--store", str(section.store)])
             _say(console, [f"telemetry is left on disk; bring it into the store with: rlinsight ingest {where}"])
@@ -195,7 +190,7 @@ def _watch(path: Path, arguments: Sequence[str], pid: int, ended: threading.Even
         pause = min(pause * 2, longest)
         try:
             endpoint = _found_or_started(path, arguments)
-        except (CollectorError, StoreError) as error:
+        except (CollectorError, StoreError, OSError) as error:  # OSError: no process can be made now
             _log.warning("collector %d is gone and no other can start (%s); telemetry waits on disk", pid, error)
         else:
             _log.warning("collector %d is gone, %d took over; its log: %s", pid, endpoint.pid, log_path(path))
@@ -255,14 +250,11 @@ def _own(endpoint: store.Endpoint, method: Literal["POST", "DELETE"]) -> list[in
 
     Returns the owners it has now; None when it does not answer or is leaving.
     """
-    import httpx
-
-    url, headers = f"{endpoint.http}/v1/owners", {"Authorization": f"Bearer {endpoint.token}"}
     try:
-        response = httpx.request(method, url, json={"pid": os.getpid()}, headers=headers, timeout=5, trust_env=False)
-    except httpx.HTTPError:
+        status, answer = store.call(endpoint, method, "/v1/owners", {"pid": os.getpid()}, OWN_TIMEOUT_S)
+    except OSError:
         return None
-    return response.json()["owners"] if response.is_success else None
+    return json.loads(answer)["owners"] if status == 200 else None
 
 
 def _wait_for_exit(pid: int) -> None:

@@ -50,16 +50,12 @@ def _keep(path: Path, body: dict[str, Any], ended: threading.Event) -> None:
 
 
 def _ask(endpoint: store.Endpoint, method: Literal["POST", "DELETE"], body: dict[str, Any]) -> bool:
-    import httpx
-
-    headers = {"Authorization": f"Bearer {endpoint.token}"}
+    """Whether the collector has answered; a refusal is told, and not asked about again."""
     try:
-        response = httpx.request(
-            method, f"{endpoint.http}/v1/targets", json={"pid": os.getpid(), **body}, headers=headers, timeout=TIMEOUT_S
-        )
-    except httpx.HTTPError as error:
-        _log.debug("collector %d does not take scrape targets: %s", endpoint.pid, error)  # asked again
+        status, answer = store.call(endpoint, method, "/v1/targets", {"pid": os.getpid(), **body}, TIMEOUT_S)
+    except OSError as error:
+        _log.debug("collector %d does not take scrape targets: %s", endpoint.pid, error)
         return False
-    if response.is_error:
-        _log.warning("telemetry.scrape is not taken by the collector: %s", response.text[:500])
+    if status != 200:
+        _log.warning("telemetry.scrape is not taken by the collector: %s", store.refusal(answer) or f"HTTP {status}")
     return True

@@ -20,8 +20,14 @@ def configure(place: Place, **telemetry: Any) -> None:  # noqa: F811
 
 
 @pytest.mark.slow
-def test_a_run_records_its_machine_and_what_it_scrapes(place: Place) -> None:  # noqa: F811
-    """System metrics and those of a configured endpoint carry the run; nothing is missing, no target is left behind."""
+def test_a_run_records_its_machine_and_what_it_scrapes(
+    place: Place,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """System metrics and those of a configured endpoint carry the run, and nothing is missing; a proxy that the
+    environment names, and that nobody serves, is asked for nothing."""
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     registry = CollectorRegistry()
     Counter("served", "requests", registry=registry).inc(3)
     server, thread = start_http_server(0, "127.0.0.1", registry)
