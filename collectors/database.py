@@ -26,9 +26,8 @@ from rlinsight.attach import extension
 from rlinsight.errors import CollectorError, StoreError
 from rlinsight.store import explain, is_locked
 
-LOCK_WAIT_S = (
-    15.0  # readers hold a file while their query runs, a leaving collector until it has drained and checkpointed
-)
+# Readers hold a file while their query runs, a leaving collector until it has drained and checkpointed.
+LOCK_WAIT_S = 15.0
 # Nothing is downloaded, and no commit makes a checkpoint: see checkpoints.py.
 _CONFIG: dict[str, Any] = {
     "autoinstall_known_extensions": "false",

@@ -23,20 +23,7 @@ from rlinsight import schema
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_1_0_0
 PROBLEM_S = 10.0  # a failed write tells nothing about now after this: a sender that waits for readiness must come back
-COMMIT_BUCKETS = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    2.5,
-    10.0,
-)  # milliseconds to a sick disk
+COMMIT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)  # up to a sick disk
 
 
 class Monitor:

@@ -5,17 +5,16 @@ Owns the thread, the route and ``prune()`` behind the command; what goes and how
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from collections.abc import Awaitable, Callable
-from concurrent.futures import CancelledError
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import anyio
 import duckdb
-import httpx
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -25,7 +24,7 @@ from collectors.payload import PayloadError
 from collectors.retention import Keep, Pruned, Work, plan, sweep
 from collectors.writer import Overloaded, Writer
 from rlinsight.errors import CollectorError, ConfigError, StoreError
-from rlinsight.store import Endpoint, read_endpoint, refusal, require_at_rest, sql_error
+from rlinsight.store import Endpoint, call, read_endpoint, refusal, require_at_rest, sql_error
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +66,7 @@ class Retention:
         while True:
             try:
                 self.prune(keep, dry_run=False)
-            except (Overloaded, CancelledError):  # leaving
+            except Overloaded:  # leaving
                 return
             except Exception:  # the next sweep tries again; ingest goes on
                 logger.exception("the store could not be swept")
@@ -94,15 +93,14 @@ def prune(store: Path, keep: Keep, dry_run: bool) -> list[Pruned]:
 
 def _ask(endpoint: Endpoint, keep: Keep, dry_run: bool) -> list[Pruned]:
     asked = {"keep_days": keep.days, "keep_bytes": keep.bytes, "dry_run": dry_run}
-    headers = {"Authorization": f"Bearer {endpoint.token}"}
     try:
-        answer = httpx.post(f"{endpoint.http}/v1/prune", json=asked, headers=headers, timeout=ANSWER_S)
-    except httpx.HTTPError as error:
+        status, answer = call(endpoint, "POST", "/v1/prune", asked, ANSWER_S)
+    except OSError as error:
         raise CollectorError(f"the collector (process {endpoint.pid}) does not answer: {error}") from None
-    if not answer.is_success:
-        reason = refusal(answer.content) or f"HTTP {answer.status_code}; its log tells why"
+    if status != 200:
+        reason = refusal(answer) or f"HTTP {status}; its log tells why"
         raise CollectorError(f"the collector (process {endpoint.pid}) did not prune: {reason}")
-    return [Pruned(**run) for run in answer.json()["runs"]]
+    return [Pruned(**run) for run in json.loads(answer)["runs"]]
 
 
 def route(

@@ -19,8 +19,11 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 class Counts(ctypes.Structure):
-    """Items since setup, cumulative. Each field has one writer: emit calls, under the queue's
-    lock; the writer thread; the sender thread; or the one that collects metrics."""
+    """Items since setup, cumulative.
+
+    Each field has one writer: emit calls, under the queue's lock; the writer thread; the sender thread; or the one that
+    collects metrics.
+    """
 
     _fields_ = (
         ("emitted", ctypes.c_int64),

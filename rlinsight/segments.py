@@ -25,9 +25,8 @@ from typing import BinaryIO, Self
 
 from rlinsight.otlp import SIGNALS, Signal
 
-HEADER = struct.Struct(
-    "<4sBQIII"
-)  # magic, signal, seq, items, payload bytes, crc32 of payload and the fields before it
+# Magic, signal, seq, items, payload bytes, crc32 of payload and the fields before it.
+HEADER = struct.Struct("<4sBQIII")
 MAGIC = b"rlsp"
 SEGMENT_BYTES = 8 * 1024**2  # freed as a whole, so this is also what a killed producer may send again
 LOCK = "lock"
@@ -42,7 +41,7 @@ class Batch:
     """One serialized export request."""
 
     signal: Signal
-    items: int  # spans or log records inside
+    items: int  # spans, log records or metric points inside
     payload: bytes
     seq: int = 0  # 1, 2, ... per producer; 0 until it is in a segment
 

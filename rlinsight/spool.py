@@ -37,6 +37,7 @@ POST_TIMEOUT_S = 10.0
 POLL_S = 0.5
 BACKOFF_S = (0.1, 5.0)  # first and longest wait between attempts; each is jittered by half
 REFUSED = frozenset({400, 413, 415, 422})  # the batch itself is at fault: trying again cannot help
+MAX_RETRY_AFTER_S = 60.0  # of what a server asks for: by then another may serve the store
 MAX_SERVER_ERRORS = 10  # answers 500 to one batch before it counts as poison, so that it does not block the rest
 DEATH_SEQ = 2**62  # of the report about a killed producer: one per producer, above any it reached itself
 
@@ -161,7 +162,7 @@ class Sender:
     def _pause(self, attempts: int, reply: _Reply) -> float:
         first, longest = BACKOFF_S
         backoff = min(first * 2 ** min(attempts - 1, 16), longest) * self._random.uniform(0.5, 1.5)
-        return max(backoff, reply.retry_after_s)
+        return max(backoff, min(reply.retry_after_s, MAX_RETRY_AFTER_S))
 
     def post(self, batch: Batch, timeout_s: float = POST_TIMEOUT_S) -> _Reply:
         """One attempt to deliver a batch."""

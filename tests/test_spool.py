@@ -62,6 +62,18 @@ def test_busy_collector_is_given_the_time_it_asks_for(tmp_path: Path) -> None:
         assert health(collector)[names.RETRIED] == 1
 
 
+def test_a_time_without_end_is_cut_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Retry-After beyond all bounds neither ends delivery nor stops it: another collector may be there by then."""
+    monkeypatch.setattr(spool, "MAX_RETRY_AFTER_S", 0.05)
+    with running(
+        Collector([Answer(503, {"Retry-After": seconds}) for seconds in ("inf", "86400", "nan")])
+    ) as collector:
+        start(tmp_path, collector.url)
+        emit(0, 10)
+        assert telemetry.shutdown(5)
+        assert indices(collector) == list(range(10))
+
+
 def test_a_lost_answer_is_not_a_duplicate(tmp_path: Path) -> None:
     """A batch stored but never acknowledged comes again under the same number, so the ledger knows it."""
     with running(Collector([Answer(hang_up=True)])) as collector:
