@@ -301,6 +301,8 @@ def test_health_does_not_call_refused_items_missing(con):
     dropped = dict.fromkeys(("dropped_queue", "dropped_limit", "dropped_disk", "dropped_crash", "dropped_fault"), 0)
     _rows(con, "producer_health", {"producer": "p", "time_ns": 1, "emitted": 100, "rejected": 23, **dropped})
     assert _list(con, "SELECT stored, refused, missing FROM health") == [(80, 23, 0)]
+    con.execute("UPDATE producer_health SET run_id = 'r'")
+    assert _list(con, "SELECT n, linked, fraction FROM completeness") == [(100, 77, 0.77)]
     _rows(con, "producer_health", {"producer": "p", "time_ns": 2, "emitted": 105, "rejected": 23, **dropped})
     assert _list(con, "SELECT missing FROM health") == [(5,)]
 

@@ -53,10 +53,36 @@ def test_ctrl_c_is_described_as_it_works() -> None:
         assert "drop" in said
 
 
-def test_readme_names_commands_that_exist() -> None:
-    """Every `rlinsight <command>` of the README is a command."""
-    known = {command.name or command.callback.__name__ for command in cli.app.registered_commands}  # type: ignore[union-attr]
-    known |= {group.name for group in cli.app.registered_groups}
-    named = set(re.findall(r"(?:^\s*|`)rlinsight ([a-z]+)", README, re.MULTILINE))
-    assert named
-    assert named <= known
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMAND = re.compile(r"(?:^    |`)rlinsight ([a-z]+)((?: [a-z]+\b(?![./]))?)", re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_on_a_page_exist(page: Path) -> None:
+    """Every `rlinsight <command>` of the README and of docs/ is a command, and so is what follows a group of them."""
+    import typer
+
+    app = typer.main.get_command(cli.app)
+    for name, following in COMMAND.findall(page.read_text(encoding="utf-8")):
+        assert name in app.commands, name  # type: ignore[attr-defined]
+        command = app.commands[name]  # type: ignore[attr-defined]
+        if hasattr(command, "commands"):
+            assert following.strip() in command.commands, f"{name}{following}"
+
+
+def test_options_on_a_page_exist() -> None:
+    """Every long option on a line with a command is one of it."""
+    import typer
+
+    app = typer.main.get_command(cli.app)
+    found = 0
+    for page in PAGES:
+        for line in re.findall(r"^    rlinsight .*$", page.read_text(encoding="utf-8"), re.MULTILINE):
+            words = line.split("#")[0].split()
+            command = app.commands[words[1]]  # type: ignore[attr-defined]
+            command = command.commands[words[2]] if hasattr(command, "commands") else command
+            options = {option for parameter in command.params for option in parameter.opts}
+            used = {word for word in words if word.startswith("--")}
+            found += len(used)
+            assert used <= options | {"--help"}, line
+    assert found > 10

@@ -1,4 +1,4 @@
--- Is the text broken, since when and where from? Per step, replica and policy_version: rollouts, the share that is garbled (over 5 % of the
+-- Is the text broken, since when and where from? Per step, replica and policy_version: turns, the share that is garbled (over 5 % of the
 -- characters unusable), repetitive (over half of its runs of four words said before), and corrupted (the engine saw logits that
 -- are not finite). Judged by the last 2,000 characters of a turn, which bounds the time of long ones: what breaks stays broken.
 -- Example: FROM garbled_output('my-run') WHERE garbled > 0.1 OR repetitive > 0.1 ORDER BY step LIMIT 10;

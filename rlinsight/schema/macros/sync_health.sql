@@ -18,7 +18,7 @@ WITH syncs AS (
   ASOF JOIN syncs y ON y.attempt = t.attempt AND y.replica = t.replica AND t.start_ns >= y.end_ns
   GROUP BY ALL
 )
-SELECT d.attempt, d.step, d.policy_version, s.engine, d.replica, (s.end_ns - s.start_ns) / 1e9 AS seconds, s.bytes, s.pause_mode,
+SELECT d.attempt, d.step, d.policy_version, s.engine, d.replica, (s.end_ns - s.start_ns) / 1e9 AS duration_s, s.bytes, s.pause_mode,
   s.in_flight, s.aborted, s.checksum_trained = s.checksum_served AS same_checksum, coalesce(v.turns, 0) AS turns_after,
   coalesce(v.old, 0) AS served_old, s.error_type,
   CASE WHEN s.span_id IS NULL THEN 'missing' WHEN s.status_code = 2 OR s.error_type IS NOT NULL THEN 'failed'

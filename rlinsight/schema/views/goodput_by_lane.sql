@@ -23,5 +23,5 @@ WITH leaves AS (
       WHEN sum(wasted) OVER w > 0 THEN 'wasted' WHEN sum(idle) OVER w > 0 THEN 'idle' ELSE 'unattributed' END AS bucket
   FROM moments WINDOW w AS (PARTITION BY run_id, step, attempt, lane ORDER BY ts)
 )
-SELECT run_id, attempt, step, lane, bucket, CAST(sum(ns) AS BIGINT) AS ns, sum(ns) / 1e9 AS seconds
+SELECT run_id, attempt, step, lane, bucket, CAST(sum(ns) AS BIGINT) AS ns, sum(ns) / 1e9 AS duration_s
 FROM swept WHERE ns > 0 GROUP BY run_id, attempt, step, lane, bucket;
