@@ -24,8 +24,8 @@ import numpy as np
 import pyarrow as pa
 
 from collectors import server
-from dashboards import queries
-from dashboards.queries import RolloutFilter
+from dashboards import queries, rollout_queries
+from dashboards.rollout_queries import RolloutFilter
 from rlinsight import names, schema, store
 
 TOKENS = 200  # per rollout
@@ -107,7 +107,7 @@ def dashboard_queries(read: queries.Read) -> Iterator[tuple[str, Callable[[], An
     yield "runs", lambda: queries.runs(read)
     for function in (
         queries.versions, queries.run_facts, queries.attempts, queries.linkage, queries.health, queries.open_spans,
-        queries.curves, queries.signals, queries.components, queries.rollout_choices,
+        queries.curves, queries.signals, queries.components, rollout_queries.rollout_choices,
     ):  # fmt: skip
         yield function.__name__, lambda function=function: function(read, BIG)
     yield "phase_seconds, whole run", lambda: queries.phase_seconds(read, BIG, 1, last)
@@ -123,18 +123,18 @@ def dashboard_queries(read: queries.Read) -> Iterator[tuple[str, Callable[[], An
         "text": RolloutFilter(text="number sum the"),
         "group": RolloutFilter(group_id=group),
     }.items():
-        yield f"rollout_counts, {label}", lambda chosen=chosen: queries.rollout_counts(read, BIG, chosen)
+        yield f"rollout_counts, {label}", lambda chosen=chosen: rollout_queries.rollout_counts(read, BIG, chosen)
         yield (
             f"rollout_page, {label}",
-            lambda chosen=chosen: queries.rollout_page(read, BIG, chosen, "reward, high first", 25, 2),
+            lambda chosen=chosen: rollout_queries.rollout_page(read, BIG, chosen, "reward, high first", 25, 2),
         )
-    yield "rollout_page, stalest", lambda: queries.rollout_page(read, BIG, RolloutFilter(), "stalest", 25, 1)
-    yield "rollout", lambda: queries.rollout(read, BIG, rollout)
-    yield "reward_components", lambda: queries.reward_components(read, BIG, rollout)
-    yield "tokens", lambda: queries.tokens(read, BIG, rollout, 0)
-    yield "siblings", lambda: queries.siblings(read, BIG, group)
+    yield "rollout_page, stalest", lambda: rollout_queries.rollout_page(read, BIG, RolloutFilter(), "stalest", 25, 1)
+    yield "rollout", lambda: rollout_queries.rollout(read, BIG, rollout)
+    yield "reward_components", lambda: rollout_queries.reward_components(read, BIG, rollout)
+    yield "tokens", lambda: rollout_queries.tokens(read, BIG, rollout, 0)
+    yield "siblings", lambda: rollout_queries.siblings(read, BIG, group)
     trace_id = read("SELECT trace_id FROM rollout_samples WHERE run_id = $run LIMIT 1", {"run": BIG})["trace_id"][0]
-    yield "trace", lambda: queries.trace(read, trace_id)
+    yield "trace", lambda: rollout_queries.trace(read, trace_id)
     yield "catalog", lambda: queries.catalog(read)
     yield "select * from v_steps", lambda: read("SELECT * FROM v_steps WHERE run_id = $run", {"run": BIG})
     yield "select * from runs", lambda: read("SELECT * FROM runs", {})

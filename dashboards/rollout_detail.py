@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 import streamlit as st
 
-from dashboards import charts, palette, queries, state, tokens
+from dashboards import charts, palette, rollout_queries, state, tokens
 from dashboards.frame import View
 from dashboards.queries import Frame, Row
 from dashboards.text import DASH, duration, escape, missing, number
@@ -13,7 +13,7 @@ from dashboards.text import DASH, duration, escape, missing, number
 
 def show(view: View, rollout_id: str) -> None:
     """Draw the rollout; says so when the run does not hold it."""
-    found = queries.rollout(view.read, view.run_id, rollout_id)
+    found = rollout_queries.rollout(view.read, view.run_id, rollout_id)
     if found.empty:
         st.caption(f"This run holds no rollout {rollout_id}.")
         return
@@ -28,7 +28,7 @@ def show(view: View, rollout_id: str) -> None:
             )
     with right:
         _text("Response", row["response_text"])
-        _rewards(queries.reward_components(view.read, view.run_id, rollout_id))
+        _rewards(rollout_queries.reward_components(view.read, view.run_id, rollout_id))
     _tokens(view, rollout_id)
     if not missing(row["group_id"]):
         _siblings(view, row)
@@ -89,16 +89,16 @@ def _tokens(view: View, rollout_id: str) -> None:
     with st.container(horizontal=True, vertical_alignment="bottom"):
         st.markdown("#### Tokens", width="content")
         where = st.container(horizontal=True, vertical_alignment="center")
-    part = queries.tokens(view.read, view.run_id, rollout_id, 0)
+    part = rollout_queries.tokens(view.read, view.run_id, rollout_id, 0)
     if part.empty:
         st.caption("No token arrays are stored for this rollout (telemetry.token_arrays is off, or not delivered yet).")
         return
     total = int(part["total"][0])
-    if total > queries.MAX_TOKENS:
-        pages = -(-total // queries.MAX_TOKENS)
+    if total > rollout_queries.MAX_TOKENS:
+        pages = -(-total // rollout_queries.MAX_TOKENS)
         with where:
-            start = (st.pagination(pages, key=f"tokens-{rollout_id}") - 1) * queries.MAX_TOKENS
-        part = queries.tokens(view.read, view.run_id, rollout_id, start)
+            start = (st.pagination(pages, key=f"tokens-{rollout_id}") - 1) * rollout_queries.MAX_TOKENS
+        part = rollout_queries.tokens(view.read, view.run_id, rollout_id, start)
     names = tokens.available(part)
     if not names:
         st.caption("Token ids are stored, their log-probs are not.")
@@ -126,7 +126,7 @@ def _tokens(view: View, rollout_id: str) -> None:
 
 
 def _siblings(view: View, row: Row) -> None:
-    group = queries.siblings(view.read, view.run_id, row["group_id"])
+    group = rollout_queries.siblings(view.read, view.run_id, row["group_id"])
     total = int(group["total"][0]) if len(group) else 0
     more = f", the best {len(group)} of {total}" if total > len(group) else ""
     st.markdown(f"#### Its group: {total} rollouts of one prompt{more}")
@@ -163,7 +163,7 @@ def _trace(view: View, row: Row) -> None:
             "app_pages/traces.py", label=f"Trace {row['trace_id']}", icon=":material/account_tree:",
             query_params={"trace": str(row["trace_id"])},
         )  # fmt: skip
-        spans = queries.trace(view.read, row["trace_id"])
+        spans = rollout_queries.trace(view.read, row["trace_id"])
         if len(spans):
             origin = spans["start_ns"].min()
             spans.insert(2, "at", ((spans.pop("start_ns") - origin) / 1e9).map(duration))

@@ -1,6 +1,7 @@
 """The token strip: one rollout's tokens as HTML, coloured by one number, every number on hover.
 
-Pure: a frame with the columns of ``queries.tokens`` in, HTML out. All token text is escaped, attribute and content.
+Pure: a frame with the columns of ``rollout_queries.tokens`` in, HTML out. All token text is escaped, attribute and
+content.
 """
 
 from __future__ import annotations

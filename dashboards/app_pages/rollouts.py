@@ -7,10 +7,11 @@ import re
 
 import streamlit as st
 
-from dashboards import empty, frame, queries, rollout_detail, state
+from dashboards import empty, frame, rollout_detail, rollout_queries, state
 from dashboards.frame import View
 from dashboards.palette import SIGNAL_LABEL
-from dashboards.queries import RolloutFilter, Row
+from dashboards.queries import Row
+from dashboards.rollout_queries import RolloutFilter
 from dashboards.text import DASH, missing, number, percent, snippet
 
 PAGE = 50
@@ -30,12 +31,12 @@ COLUMNS = {
 
 
 def body(view: View) -> None:
-    choices = queries.rollout_choices(view.read, view.run_id)
+    choices = rollout_queries.rollout_choices(view.read, view.run_id)
     if choices.empty or missing(choices["first"][0]):
         empty.no_steps(str(view.run["status"]))
         return
     chosen, sort = _filters(choices.iloc[0])
-    counts = queries.rollout_counts(view.read, view.run_id, chosen).iloc[0]
+    counts = rollout_queries.rollout_counts(view.read, view.run_id, chosen).iloc[0]
     if not counts["n"]:
         empty.nothing_matches()
     else:
@@ -64,7 +65,7 @@ def _filters(choices: Row) -> tuple[RolloutFilter, str]:
         )  # fmt: skip
         sources = [] if choices["sources"] is None else list(choices["sources"])
         source = st.multiselect("Source", sources, key="source", width=190, placeholder="any", **bound)
-        sort = st.selectbox("Sort", list(queries.SORTS), key="sort", width=180, **bound)
+        sort = st.selectbox("Sort", list(rollout_queries.SORTS), key="sort", width=180, **bound)
     first, last = (None if step is None else int(step) for step in (first, last))
     chosen = RolloutFilter(first, last, low, high, tuple(finish), tuple(signal), tuple(source), text or "")
     return chosen, str(sort)
@@ -75,7 +76,7 @@ def _table(view: View, chosen: RolloutFilter, sort: str, counts: Row) -> None:
     with st.container(horizontal=True, vertical_alignment="center", horizontal_alignment="distribute"):
         summary = st.empty()
         page = st.pagination(pages, key="page") if pages > 1 else 1
-    rows = queries.rollout_page(view.read, view.run_id, chosen, sort, PAGE, min(page, pages))
+    rows = rollout_queries.rollout_page(view.read, view.run_id, chosen, sort, PAGE, min(page, pages))
     silent = rows["prompt"].isna().all() and rows["response"].isna().all()
     summary.caption(
         f"**{int(counts['n']):,}** rollouts · mean reward {number(counts['reward'])} · mean length "

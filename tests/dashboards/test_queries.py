@@ -10,9 +10,9 @@ import pandas as pd
 import pytest
 
 from collectors.database import Database
-from dashboards import examples, queries
-from dashboards.queries import RolloutFilter
+from dashboards import examples, queries, rollout_queries
 from dashboards.reader import read_now
+from dashboards.rollout_queries import RolloutFilter
 from rlinsight import store as stores
 from tests.dashboards.conftest import BARE, EMPTY, FAILED, MAIN, PRIVATE, RESUMED
 from tests.synthetic import Run, fill
@@ -32,13 +32,13 @@ def all_questions(read: queries.Read, run: str) -> None:
     queries.versions(read, run)
     for ask in (
         queries.run_facts, queries.attempts, queries.linkage, queries.health, queries.open_spans, queries.curves,
-        queries.signals, queries.components, queries.rollout_choices,
+        queries.signals, queries.components, rollout_queries.rollout_choices,
     ):  # fmt: skip
         ask(read, run)
     for ask in (queries.phase_seconds, queries.step_walls, queries.spans, queries.span_totals):
         ask(read, run, 1, 3)
-    queries.rollout_page(read, run, RolloutFilter(), "newest", 10, 1)
-    queries.rollout_counts(read, run, RolloutFilter())
+    rollout_queries.rollout_page(read, run, RolloutFilter(), "newest", 10, 1)
+    rollout_queries.rollout_counts(read, run, RolloutFilter())
 
 
 @pytest.mark.parametrize("run", [RESUMED, BARE, EMPTY, "no such run"])
@@ -72,7 +72,7 @@ def test_redone_steps_count_once(read: queries.Read) -> None:
     """Steps 5 and 6 were done twice around a resume: curves, phases and rollouts show the later ones only."""
     assert list(queries.curves(read, RESUMED)["step"]) == list(range(1, 11))
     assert len(queries.step_walls(read, RESUMED, 1, 10)) == 10
-    assert queries.rollout_counts(read, RESUMED, RolloutFilter(first=5, last=5))["n"][0] == 16
+    assert rollout_queries.rollout_counts(read, RESUMED, RolloutFilter(first=5, last=5))["n"][0] == 16
 
 
 def test_redone_steps_do_not_colour_reward_components(store: Path, read: queries.Read) -> None:
@@ -122,13 +122,13 @@ FILTERS = [
 def test_filters_keep_what_their_sql_says(store: Path, read: queries.Read, chosen: RolloutFilter, same: str) -> None:
     """Each filter counts the same rollouts as the condition written by hand; text is matched literally."""
     expected = one(store, f"SELECT count(*) FROM rollouts r WHERE run_id = '{MAIN}' AND {same}")
-    assert queries.rollout_counts(read, MAIN, chosen)["n"][0] == expected
+    assert rollout_queries.rollout_counts(read, MAIN, chosen)["n"][0] == expected
 
 
-@pytest.mark.parametrize("sort", queries.SORTS)
+@pytest.mark.parametrize("sort", rollout_queries.SORTS)
 def test_pages_partition_the_rollouts(read: queries.Read, sort: str) -> None:
     """Pages of 100 hold every rollout exactly once, whatever the sort, each with its texts."""
-    pages = [queries.rollout_page(read, MAIN, RolloutFilter(), sort, 100, page) for page in (1, 2)]
+    pages = [rollout_queries.rollout_page(read, MAIN, RolloutFilter(), sort, 100, page) for page in (1, 2)]
     ids = [rollout_id for page in pages for rollout_id in page["rollout_id"]]
     assert len(ids) == len(set(ids)) == 192
     assert all(page["response"].notna().all() for page in pages)
@@ -136,9 +136,9 @@ def test_pages_partition_the_rollouts(read: queries.Read, sort: str) -> None:
 
 def test_tokens_come_in_windows(read: queries.Read) -> None:
     """Windows of 5 tokens join to the whole response, positions in order."""
-    rollout = queries.rollout_page(read, MAIN, RolloutFilter(), "longest", 1, 1)["rollout_id"][0]
-    total = int(queries.tokens(read, MAIN, rollout, 0)["total"][0])
-    seen = [pos for at in range(0, total, 5) for pos in queries.tokens(read, MAIN, rollout, at, limit=5)["pos"]]
+    rollout = rollout_queries.rollout_page(read, MAIN, RolloutFilter(), "longest", 1, 1)["rollout_id"][0]
+    total = int(rollout_queries.tokens(read, MAIN, rollout, 0)["total"][0])
+    seen = [pos for at in range(0, total, 5) for pos in rollout_queries.tokens(read, MAIN, rollout, at, limit=5)["pos"]]
     assert seen == list(range(total))
 
 
