@@ -24,8 +24,8 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from collectors import encode_points
 from collectors.decode import Columns
 from collectors.encode_values import any_value, from_json, pairs
-from collectors.payload import Signal
 from collectors.projections import PROJECTIONS
+from rlinsight.wire import Signal
 
 Row = Mapping[str, Any]
 

@@ -12,17 +12,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from google.protobuf.message import Message
-from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceResponse
-from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceResponse
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 
 from collectors.decode import Decoded, Decoder
 from collectors.limits import check_request, check_rows
-from collectors.payload import PayloadError, Signal, parse
+from collectors.payload import PayloadError, parse
 from collectors.writer import Batch, Overloaded, Writer
-
-PRODUCER_HEADER = "x-rlinsight-producer"
-SEQ_HEADER = "x-rlinsight-seq"
+from rlinsight.wire import PRODUCER_HEADER, SEQ_HEADER, Signal, response
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,22 +30,7 @@ class Accepted:
 
     def response(self) -> Message:
         """The OTLP response, with partial_success when items were rejected."""
-        if self.signal == "traces":
-            response = ExportTraceServiceResponse()
-            if self.decoded.rejected:
-                response.partial_success.rejected_spans = self.decoded.rejected
-                response.partial_success.error_message = self.decoded.problem or ""
-        elif self.signal == "logs":
-            response = ExportLogsServiceResponse()
-            if self.decoded.rejected:
-                response.partial_success.rejected_log_records = self.decoded.rejected
-                response.partial_success.error_message = self.decoded.problem or ""
-        else:
-            response = ExportMetricsServiceResponse()
-            if self.decoded.rejected:
-                response.partial_success.rejected_data_points = self.decoded.rejected
-                response.partial_success.error_message = self.decoded.problem or ""
-        return response
+        return response(self.signal, self.decoded.rejected, self.decoded.problem)
 
 
 class Intake:

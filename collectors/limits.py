@@ -9,7 +9,8 @@ from typing import Any
 import psutil
 from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric
 
-from collectors.payload import PayloadError, Signal
+from collectors.payload import PayloadError
+from rlinsight.wire import Signal
 
 # What one request may become. DuckDB stores that much within 256 MiB: more than ingest has, less than it is given then.
 MAX_SHARED_BYTES = 64 * 1024**2

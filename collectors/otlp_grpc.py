@@ -17,11 +17,12 @@ from google.protobuf.duration_pb2 import Duration
 from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
 
-from collectors.intake import PRODUCER_HEADER, SEQ_HEADER, Intake
+from collectors.intake import Intake
 from collectors.monitor import Monitor
-from collectors.payload import MAX_BODY_BYTES, PROTOBUF, PayloadError, Signal
+from collectors.payload import MAX_BODY_BYTES, PROTOBUF, PayloadError
 from collectors.writer import BatchRefused, Overloaded, StoreFailed
 from rlinsight.errors import CollectorError
+from rlinsight.wire import PRODUCER_HEADER, SEQ_HEADER, Signal
 
 _SERVICES: dict[Signal, str] = {
     "traces": "opentelemetry.proto.collector.trace.v1.TraceService",

@@ -25,15 +25,16 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from collectors import pruning, scrape_routes
-from collectors.intake import PRODUCER_HEADER, SEQ_HEADER, Intake
+from collectors.intake import Intake
 from collectors.monitor import CONTENT_TYPE, Monitor
 from collectors.owners import Owners
-from collectors.payload import JSON, MAX_BODY_BYTES, PROTOBUF, SIGNALS, PayloadError, Signal, decompress
+from collectors.payload import JSON, MAX_BODY_BYTES, PROTOBUF, PayloadError, decompress
 from collectors.queries import Queries
 from collectors.scrape import Scraper
 from collectors.writer import BatchRefused, Overloaded, StoreFailed
 from rlinsight import store
 from rlinsight.errors import StoreError
+from rlinsight.wire import PRODUCER_HEADER, SEQ_HEADER, SIGNALS, Signal
 
 ARROW = "application/vnd.apache.arrow.stream"
 RETRY_AFTER_S = 1

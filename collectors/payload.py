@@ -6,7 +6,7 @@ import base64
 import binascii
 import json
 import zlib
-from typing import Any, Literal, get_args
+from typing import Any
 
 from google.protobuf import json_format
 from google.protobuf.message import DecodeError, Message
@@ -14,8 +14,8 @@ from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsSer
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-Signal = Literal["traces", "logs", "metrics"]
-SIGNALS: tuple[Signal, ...] = get_args(Signal)
+from rlinsight.wire import Signal
+
 MAX_BODY_BYTES = 16 * 1024**2  # of a request, before and after decompression
 MAX_MEMBERS = 64  # gzip allows several, one after the other; each costs a copy of the rest
 PROTOBUF = "application/x-protobuf"

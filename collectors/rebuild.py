@@ -15,10 +15,10 @@ import duckdb
 from collectors import arrow, encode
 from collectors.database import Database, transaction
 from collectors.decode import Columns, Decoder
-from collectors.payload import Signal
 from collectors.projections import PROJECTIONS
 from rlinsight.errors import StoreError
 from rlinsight.store import require_at_rest, sql_error
+from rlinsight.wire import Signal
 
 CHUNK_ROWS = 5000
 

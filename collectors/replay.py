@@ -18,18 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
-from google.protobuf.message import DecodeError
-from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceResponse
-from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceResponse
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 
 from collectors import encode
-from collectors.intake import PRODUCER_HEADER, SEQ_HEADER
-from collectors.payload import SIGNALS, Signal
 from rlinsight import schema
 from rlinsight.attach import connected
 from rlinsight.errors import CollectorError, ConfigError, StoreError
 from rlinsight.export import require_run
+from rlinsight.wire import PRODUCER_HEADER, SEQ_HEADER, SIGNALS, Signal, partial_success
 
 if TYPE_CHECKING:
     import duckdb
@@ -43,11 +38,6 @@ ORDER: dict[Signal, str] = {
     "traces": "resource_attributes, scope_name, start_ns, span_id",
     "logs": "item, time_ns, span_id",
     "metrics": "resource_attributes, scope_name, name, attributes, time_ns",
-}
-_RESPONSES: dict[Signal, Any] = {
-    "traces": ExportTraceServiceResponse,
-    "logs": ExportLogsServiceResponse,
-    "metrics": ExportMetricsServiceResponse,
 }
 
 
@@ -174,13 +164,6 @@ def _send(client: httpx.Client, signal: Signal, body: bytes, identity: dict[str,
 
 
 def _note_rejected(signal: Signal, content: bytes, done: Replayed) -> None:
-    response = _RESPONSES[signal]()
-    try:
-        response.ParseFromString(content)
-    except DecodeError:  # some backends answer in another form
-        return
-    for field, value in response.partial_success.ListFields():
-        if field.name == "error_message":
-            done.problem = done.problem or value
-        else:
-            done.rejected += value
+    rejected, problem = partial_success(signal, content)
+    done.rejected += rejected
+    done.problem = done.problem or problem

@@ -25,12 +25,13 @@ from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord, SeverityNumber
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 
 from collectors.intake import Intake
-from collectors.payload import PROTOBUF, Signal
+from collectors.payload import PROTOBUF
 from collectors.scrape_parse import OPENMETRICS, Answer, Malformed, Resets, attributes, gauge, parse
 from collectors.writer import Overloaded
 from rlinsight import __version__, names
 from rlinsight.config import ScrapeTarget
 from rlinsight.store import is_alive
+from rlinsight.wire import Signal
 
 TIMEOUT_S = 1.0, 10.0  # of a scrape: its interval, within these
 MAX_ANSWER_BYTES = 10 * 1024**2

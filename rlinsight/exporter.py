@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 from rlinsight import counts, names
 from rlinsight.counts import Counts
-from rlinsight.otlp import SIGNALS, Encoder, Item, Signal, name_of, size
+from rlinsight.otlp import Encoder, Item, name_of, size
 from rlinsight.segments import Batch, Segments
 from rlinsight.spool import Locate, Sender
+from rlinsight.wire import SIGNALS, Signal
 
 BATCH_ITEMS = 512
 BATCH_BYTES = 4 * 1024**2  # a quarter of what the collector accepts in one request

@@ -12,7 +12,7 @@ import copy
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from opentelemetry._logs import LogRecord
 from opentelemetry.attributes import BoundedAttributes
@@ -29,8 +29,6 @@ from rlinsight import __version__, names, points
 from rlinsight.points import Point
 
 TextMode = Literal["full", "redacted", "off"]
-Signal = Literal["traces", "logs", "metrics"]
-SIGNALS: tuple[Signal, ...] = get_args(Signal)
 Scalar = str | bool | int | float | bytes
 AttributeValue = Scalar | Sequence[str] | Sequence[int] | Sequence[float] | BaseException | None
 Attributes = Mapping[Any, AttributeValue]  # keys are str; Mapping[str, ...] would refuse a dict keyed by names.Name

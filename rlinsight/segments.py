@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Self
 
-from rlinsight.otlp import SIGNALS, Signal
+from rlinsight.wire import SIGNALS, Signal
 
 # Magic, signal, seq, items, payload bytes, crc32 of payload and the fields before it.
 HEADER = struct.Struct("<4sBQIII")

@@ -21,10 +21,6 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from google.protobuf.message import DecodeError
-from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceResponse
-from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceResponse
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 from opentelemetry.sdk.resources import Resource
 
 from rlinsight import names
@@ -32,6 +28,7 @@ from rlinsight.counts import Counts, correct, of_killed, remove
 from rlinsight.errors import CollectorError, SpoolError
 from rlinsight.otlp import Encoder
 from rlinsight.segments import LOCK, Batch, Segments
+from rlinsight.wire import PRODUCER_HEADER, SEQ_HEADER, partial_success
 
 POST_TIMEOUT_S = 10.0
 POLL_S = 0.5
@@ -168,8 +165,8 @@ class Sender:
         """One attempt to deliver a batch."""
         headers = {
             "Content-Type": "application/x-protobuf",
-            "x-rlinsight-producer": self._segments.producer,
-            "x-rlinsight-seq": str(batch.seq),
+            PRODUCER_HEADER: self._segments.producer,
+            SEQ_HEADER: str(batch.seq),
             **self._authorization,
         }
         reused = self._connection.sock is not None
@@ -186,7 +183,7 @@ class Sender:
                 return self.post(batch, timeout_s)
             return _Reply("unavailable", f"{type(error).__name__}: {error}")
         if 200 <= answer.status < 300:
-            rejected, detail = _partial_success(batch, body)
+            rejected, detail = partial_success(batch.signal, body)
             return _Reply("stored", detail, rejected=rejected)
         detail = f"HTTP {answer.status} {body[:200].decode('utf-8', 'replace')}".strip()
         if answer.status in REFUSED:
@@ -299,21 +296,6 @@ def _connect(endpoint: str) -> http.client.HTTPConnection:
     url = urlsplit(endpoint)
     kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
     return kind(url.hostname or "127.0.0.1", url.port, timeout=POST_TIMEOUT_S)
-
-
-def _partial_success(batch: Batch, body: bytes) -> tuple[int, str]:
-    """Items of a stored batch the collector left out, and why."""
-    try:
-        if batch.signal == "traces":
-            partial = ExportTraceServiceResponse.FromString(body).partial_success
-            return partial.rejected_spans, partial.error_message
-        if batch.signal == "logs":
-            partial = ExportLogsServiceResponse.FromString(body).partial_success
-            return partial.rejected_log_records, partial.error_message
-        partial = ExportMetricsServiceResponse.FromString(body).partial_success
-        return partial.rejected_data_points, partial.error_message
-    except DecodeError:
-        return 0, ""
 
 
 def _retry_after(value: str | None) -> float:

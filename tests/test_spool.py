@@ -457,6 +457,7 @@ def test_a_folder_that_cannot_be_locked_is_one_clear_error(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_ingest_finds_the_spool_or_says_that_there_is_none(tmp_path: Path) -> None:
     """A run's folder stands for its spool; a wrong folder is an error; what a living process still fills is named."""
     store = tmp_path / "s.duckdb"

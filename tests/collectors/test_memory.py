@@ -7,6 +7,7 @@ import pytest
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from collectors import memory
 from collectors.database import Database
 from collectors.decode import Decoder
 from collectors.intake import Intake
@@ -45,17 +46,19 @@ def test_ingest_gets_little_and_queries_get_much(tmp_path: Path) -> None:
         assert (narrow, wide) == (_text(INGEST_BYTES), _text(min(QUERY_BYTES, int(memory_bytes() * SHARE))))
 
 
-def test_what_queries_cached_is_let_go(tmp_path: Path) -> None:
-    """After a query that read a gigabyte, no more than ingest's allowance stays in memory."""
+def test_what_queries_cached_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a query that read more than ingest's allowance, no more than that stays in memory."""
+    allowance = 16 * 2**20
+    monkeypatch.setattr(memory, "INGEST_BYTES", allowance)
     with Database(tmp_path / "s.duckdb") as database:
         database.memory.narrow()
         con = database.queries.open()
-        con.execute("CREATE TABLE x AS SELECT random() AS a, random() AS b FROM range(20_000_000)")
+        con.execute("CREATE TABLE x AS SELECT random() AS a, random() AS b FROM range(2_000_000)")
         con.execute("CHECKPOINT")
         con.execute("SELECT sum(a), sum(b) FROM x").fetchall()
-        assert _used(con) > 1.5 * INGEST_BYTES  # else there is nothing to see here
+        assert _used(con) > 1.5 * allowance  # else there is nothing to see here
         database.queries.release(con)
-        assert _used(database.con) <= INGEST_BYTES
+        assert _used(database.con) <= allowance
 
 
 @pytest.mark.parametrize(
@@ -71,12 +74,13 @@ def test_a_small_machine_gives_a_quarter(available: int, expected: int) -> None:
     assert _limit(con) == _text(expected)
 
 
-def test_a_query_that_holds_more_keeps_its_memory() -> None:
+def test_a_query_that_holds_more_keeps_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Narrowing while another connection holds more than ingest's allowance changes nothing, and raises nothing."""
+    monkeypatch.setattr(memory, "INGEST_BYTES", 16 * 2**20)
     con = duckdb.connect()
     limit = MemoryLimit(con, 64 * GIB)
     wide = _limit(con)
-    con.execute("CREATE TEMP TABLE held AS SELECT random() AS a FROM range(40_000_000)")
+    con.execute("CREATE TEMP TABLE held AS SELECT random() AS a FROM range(4_000_000)")
     con.execute("SET max_temp_directory_size = '0B'")  # nowhere to spill to: what is held stays in memory
     limit.narrow()
     assert _limit(con) == wide

@@ -26,6 +26,8 @@ from tests.collectors.live import collector
 from tests.collectors.test_otlp_fields import METRIC_KINDS, REQUESTS, Filler
 from tests.synthetic import Request, Run, fill
 
+pytestmark = pytest.mark.slow
+
 ONE, TWO = Run("one-1", steps=1, groups=2), Run("two-2", steps=1, groups=1, status=None)
 PASSING = ("batch_id", "ingest_ns", "received_ns", "committed_ns", "created_ns", "bytes", "item")
 
@@ -78,7 +80,6 @@ def test_another_store_holds_the_same_afterwards(source, tmp_path):
     assert seen[-1] == (done.items, sum(len(expected[f"otel_{kind}"]) for kind in ("spans", "logs", "metrics")))
 
 
-@pytest.mark.slow
 def test_a_live_store_sends_one_run_alone(source, tmp_path):
     """One run of a store behind a collector, then the other: a batch that holds both does not lose the second."""
     target = tmp_path / "t.duckdb"
@@ -158,7 +159,6 @@ def test_refused_items_are_counted():
     assert (done.rejected, done.problem) == (3, "too long")
 
 
-@pytest.mark.slow
 def test_a_foreign_batch_is_sent_in_the_same_words_each_time(tmp_path):
     """Nothing but the hash of its content says that it is known; a sort that is not total would give another."""
     store = tmp_path / "s.duckdb"

@@ -19,6 +19,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 from rlinsight import store
 from tests.collectors import live
 
+pytestmark = pytest.mark.slow
+
 Respond = Callable[[BaseHTTPRequestHandler], None]
 
 

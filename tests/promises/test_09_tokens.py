@@ -1,8 +1,7 @@
 """Promise 9. Bearer token wherever it does not bind to loopback; tokens compared in constant time; endpoint file mode
 0600.
 
-What needs the token on loopback, and OTLP beyond it: tests/collectors/test_process.py. Senders that carry it:
-tests/test_spool.py.
+What needs the token on loopback: tests/collectors/test_process.py. Senders that carry it: tests/test_spool.py.
 """
 
 from __future__ import annotations
@@ -35,9 +34,8 @@ def test_beyond_loopback_nothing_is_said_without_the_token(tmp_path: Path) -> No
     with collector(tmp_path / "s.duckdb", "--listen", "0.0.0.0", "--token-file", str(file)) as running:
         body, wrong = log_request([1]), {"Authorization": f"Bearer {'x' * 43}"}
         for method, path in (
-            *(("POST", f"/v1/{name}") for name in ("traces", "logs", "metrics", "sql", "owners")),
-            ("DELETE", "/v1/owners"),
-            ("GET", "/metrics"),
+            *(("POST", f"/v1/{name}") for name in ("traces", "logs", "metrics", "sql", "owners", "targets", "prune")),
+            *(("DELETE", "/v1/owners"), ("DELETE", "/v1/targets"), ("GET", "/v1/targets"), ("GET", "/metrics")),
         ):
             for headers in ({}, wrong, {"Authorization": f"Basic {running.endpoint.token}"}):
                 reply = running.http.request(method, path, content=body, headers={**PROTOBUF, **headers})
@@ -45,6 +43,7 @@ def test_beyond_loopback_nothing_is_said_without_the_token(tmp_path: Path) -> No
         assert running.http.get("/healthz").json() == {"status": "ok"}
         assert running.http.get("/healthz", headers=running.auth).json()["pid"] == running.process.pid
         assert running.http.get("/readyz").status_code == 200
+        assert running.http.post("/v1/logs", content=body, headers={**PROTOBUF, **running.auth}).status_code == 200
         assert "process_cpu" in running.http.get("/metrics", headers=running.auth).text
         with grpc.insecure_channel(running.endpoint.grpc) as channel:
             export = channel.unary_unary(LOGS)
