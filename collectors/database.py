@@ -28,9 +28,9 @@ from rlinsight.store import explain, is_locked
 
 # Readers hold a file while their query runs, a leaving collector until it has drained and checkpointed.
 LOCK_WAIT_S = 15.0
-# Nothing is downloaded, and no commit makes a checkpoint: see checkpoints.py. Checkpoints do not merge row groups either:
-# DuckDB rewrites them until they hold 122,880 rows, which of token lists is gigabytes. 20 million tokens took 19 bytes each
-# on disk, half of them in free blocks, and half as long again; without, 11. Groups whose rows are all deleted still go.
+# Nothing is downloaded, and no commit makes a checkpoint: see checkpoints.py. Checkpoints do not merge row groups: DuckDB
+# rewrites them until they hold 122,880 rows, which of token lists is gigabytes. With it, 20 million tokens took 19 bytes
+# each, half of it free blocks, and half as long again; without, 11. Groups whose rows are all deleted still go.
 _CONFIG: dict[str, Any] = {
     "autoinstall_known_extensions": "false",
     "autoload_known_extensions": "false",
@@ -97,7 +97,7 @@ class Database:
         """Load what serving needs, then let no statement reach files or the network.
 
         Settings stay open, for the memory limit; a reader's statement that would change one is refused by
-        ``rlinsight.store.check``.
+        ``rlinsight.statements.check``.
         """
         for name in ("httpfs", "quack"):  # quack's client part needs httpfs
             self.con.execute(f"LOAD '{extension(name)}'")
