@@ -17,7 +17,8 @@ from collectors.database import Database
 from collectors.limits import memory_bytes
 from rlinsight import schema
 from rlinsight.errors import StoreError
-from rlinsight.store import is_locked, require_at_rest, sql_error
+from rlinsight.statements import sql_error
+from rlinsight.store import is_locked, require_at_rest
 
 SPARE_BYTES = 256 * 1024**2
 ORDER = ("run_id", "step", "rollout_id", "time_ns", "start_ns")  # as far as a table has them

@@ -24,7 +24,8 @@ from collectors.payload import PayloadError
 from collectors.retention import Keep, Pruned, Work, plan, sweep
 from collectors.writer import Overloaded, Writer
 from rlinsight.errors import CollectorError, ConfigError, StoreError
-from rlinsight.store import Endpoint, call, read_endpoint, refusal, require_at_rest, sql_error
+from rlinsight.statements import sql_error
+from rlinsight.store import Endpoint, call, read_endpoint, refusal, require_at_rest
 
 logger = logging.getLogger(__name__)
 

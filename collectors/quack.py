@@ -16,7 +16,8 @@ import duckdb
 from collectors.queries import Queries
 from collectors.writer import Overloaded
 from rlinsight.errors import StoreError
-from rlinsight.store import TIMEOUT_S, check
+from rlinsight.statements import check
+from rlinsight.store import TIMEOUT_S
 
 MAX_REHEARSALS = 4  # at once; the rest wait
 _RELATION = re.compile(r"FROM \w+")  # ends, and is what rlinsight.connect() asks of each relation to learn its columns

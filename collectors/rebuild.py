@@ -17,7 +17,8 @@ from collectors.database import Database, transaction
 from collectors.decode import Columns, Decoder
 from collectors.projections import PROJECTIONS
 from rlinsight.errors import StoreError
-from rlinsight.store import require_at_rest, sql_error
+from rlinsight.statements import sql_error
+from rlinsight.store import require_at_rest
 from rlinsight.wire import Signal
 
 CHUNK_ROWS = 5000

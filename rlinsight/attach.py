@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from rlinsight import schema
 from rlinsight.errors import StoreError
+from rlinsight.statements import sql_error
 from rlinsight.store import (
     Endpoint,
     HandOver,
@@ -23,7 +24,6 @@ from rlinsight.store import (
     missing,
     read_endpoint,
     resolve,
-    sql_error,
     until_handed_over,
 )
 

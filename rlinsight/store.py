@@ -1,7 +1,7 @@
 """Reading a store: ask the collector while one lives, open the file read-only otherwise.
 
-Owns the endpoint file's format, the read-only policy, and ``query()``, which hides which of the two answers. Does not
-write: the collector alone does. Loads duckdb, pyarrow and psutil on first use only.
+Owns the endpoint file's format and ``query()``, which hides which of the two answers. Which statements pass is in
+statements.py. Does not write: the collector alone does. Loads duckdb, pyarrow and psutil on first use only.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlinsight import DEFAULT_STORE, schema
 from rlinsight.errors import StoreError
+from rlinsight.statements import check, sql_error
 
 if TYPE_CHECKING:
     import duckdb
@@ -33,12 +33,6 @@ T = TypeVar("T")
 TIMEOUT_S = 30.0
 HANDOVER_S = 15.0  # a collector that starts or leaves holds the file without answering for this long at most
 MAX_RESULT_BYTES = 512 * 1024**2
-
-# Functions a SELECT can call to change the server, reach raw memory, or run SQL this policy has not seen.
-_FORBIDDEN = re.compile(
-    r"quack_\w+|(force_)?checkpoint|(enable|disable|truncate)_(\w*logging|duckdb_logs|prof\w+)|write_log|set_\w+|"
-    r"nextval|query|json_execute_serialized_sql|python_map_function|(arrow|pandas|seq)_scan\w*|(import|copy)_database"
-)
 
 
 @dataclass(frozen=True)
@@ -269,63 +263,6 @@ def explain(store: Path, error: duckdb.Error) -> StoreError:
     return StoreError(f"{store} cannot be opened: {message}")
 
 
-# The read-only policy, the same in the collector and on the file ----------------------------------------------------
-
-
-def check(sql: str) -> None:
-    """Raises StoreError unless ``sql`` is one statement that only reads, or EXPLAIN of one."""
-    import duckdb
-
-    try:
-        statements = duckdb.extract_statements(sql)
-    except duckdb.Error as error:
-        raise sql_error(error) from None
-    # PIVOT without a list of values is parsed into two statements, the first without a text of its own.
-    while len(statements) > 1 and statements[0].type == duckdb.StatementType.CREATE and not statements[0].query:
-        statements = statements[1:]
-    if len(statements) != 1:
-        raise StoreError(f"queries are one statement, this is {len(statements)}; send them one by one")
-    if statements[0].type == duckdb.StatementType.EXPLAIN:
-        return check(_explained(sql))
-    tokens = [text for _, text in _tokens(sql)]
-    if statements[0].type != duckdb.StatementType.SELECT or not tokens or tokens[0] == "pragma":
-        first = tokens[0].upper() if tokens else "an empty text"
-        raise StoreError(f"the store is read-only: {first} is refused; SELECT, EXPLAIN, DESCRIBE, SHOW, SUMMARIZE work")
-    for name, following in pairwise(tokens):
-        if following == "(" and _FORBIDDEN.fullmatch(name):
-            raise StoreError(f"the store is read-only: function {name} is refused")
-
-
-def _explained(sql: str) -> str:
-    """The statement behind EXPLAIN, without ANALYZE or options in parentheses. EXPLAIN ANALYZE runs it."""
-    import duckdb
-
-    tokens = _tokens(sql)[1:]
-    if tokens[0][1] == "analyze":
-        tokens = tokens[1:]
-    statement = sql.encode()[tokens[0][0] :].decode()
-    if tokens[0][1] == "(":
-        try:
-            duckdb.extract_statements(statement)  # (SELECT ...)
-        except duckdb.Error:  # options
-            closing = [text for _, text in tokens].index(")")
-            statement = sql.encode()[tokens[closing][0] + 1 :].decode()
-    return statement
-
-
-def _tokens(sql: str) -> list[tuple[int, str]]:
-    """Words and operators of a statement with their byte offsets, lower case, without quotes, literals and comments."""
-    import duckdb
-
-    tokens = []
-    ends = duckdb.tokenize(sql)
-    for (start, kind), (end, _) in zip(ends, [*ends[1:], (len(sql.encode()), None)], strict=True):
-        if kind in (duckdb.token_type.identifier, duckdb.token_type.keyword, duckdb.token_type.operator):
-            text = re.split(r"\s|--|/\*", sql.encode()[start:end].decode().strip(), maxsplit=1)[0]
-            tokens.append((start, text.strip('"').lower()))
-    return tokens
-
-
 def run(con: duckdb.DuckDBPyConnection, sql: str, params: Params | None, timeout_s: float) -> pa.Table:
     """Check a statement and run it in a read-only transaction of ``con``, interrupted after ``timeout_s`` seconds.
 
@@ -371,8 +308,3 @@ def _small_integers(table: pa.Table) -> pa.Table:
             with suppress(pa.ArrowInvalid):
                 table = table.set_column(i, field.name, table.column(i).cast(pa.int64()))
     return table
-
-
-def sql_error(error: Exception) -> StoreError:
-    """DuckDB's message on one line, without its quotation of the statement."""
-    return StoreError(" ".join(str(error).split("\n\nLINE")[0].split()))

@@ -63,6 +63,8 @@ READS = {
     "PIVOT step_metrics ON name USING avg(value) GROUP BY step": 5,
     "SELECT count(*) FROM intervals_overlap_count('phases')": 1,
     "SELECT unnest(range(3)) AS checkpoint": 3,
+    "SELECT\u00a01\u2003AS a": 1,
+    "EXPLAIN\u3000ANALYZE\u00a0SELECT 1": 1,
 }
 
 WRITES = [
@@ -109,6 +111,12 @@ WRITES = [
     "FROM 'https://example.com/x.parquet'",
     "FROM checkpoint()",
     'FROM "force_checkpoint" /* x */ ()',
+    "FROM\u00a0force_checkpoint()",
+    "SELECT\u2003*\u2003FROM\u2003query('SELECT 1')",
+    "FROM query\u200b('SELECT 1')",
+    "FROM\ufeffquery\u2060('SELECT 1')",
+    "SELECT 1, 'x'\u3000FROM\u3000query('SELECT 1')",
+    "EXPLAIN\u00a0ANALYZE\u00a0FROM\u00a0checkpoint()",
     "FROM query('CHECKPOINT')",
     "FROM arrow_scan(1, 2, 3)",
     "FROM enable_logging()",

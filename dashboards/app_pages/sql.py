@@ -12,7 +12,7 @@ import streamlit as st
 from dashboards import examples, frame, queries, schema
 from dashboards.frame import View
 from dashboards.queries import Frame
-from rlinsight import store
+from rlinsight import statements, store
 from rlinsight.errors import StoreError
 
 MAX_ROWS = 100_000  # rows fetched, shown and offered for download
@@ -76,10 +76,10 @@ def bounded(sql: str) -> str:
 
     Raises StoreError for what is not one reading statement, about the text as it was written.
     """
-    store.check(sql)
+    statements.check(sql)
     wrapped = f"SELECT * FROM (\n{sql.strip().rstrip(';')}\n) LIMIT {MAX_ROWS + 1}"
     try:
-        store.check(wrapped)
+        statements.check(wrapped)
     except StoreError:
         return sql  # SHOW, EXPLAIN and the like; the store's own time and size limits hold
     return wrapped
