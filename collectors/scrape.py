@@ -70,6 +70,7 @@ class _Target:
     scrapes: int = 0
     failures: int = 0
     up: bool | None = None  # None before the first scrape
+    told: bool = True  # whether the store was last told that it is up; nothing is told of one that always was
     error: str | None = None
     task: asyncio.Task[None] | None = None
 
@@ -171,23 +172,26 @@ class Scraper:
         except Exception as failure:  # whatever a target provokes is a row
             error = f"{type(failure).__name__}: {failure}"
         seconds = time.monotonic() - began
-        changed = target.up is not (error is None) and not (target.up is None and error is None)
         target.scrapes, target.failures = target.scrapes + 1, target.failures + (error is not None)
         target.up, target.error = error is None, error
         await self._store(target, "metrics", _metrics_request(target, answer, seconds, time_ns))
-        if changed:
+        if target.up is not target.told:
             _log.warning("scraping %s: %s", target.asked.name, error or "up again")
-            await self._store(target, "logs", _event_request(target, time_ns))
+            if await self._store(target, "logs", _event_request(target, time_ns)):
+                target.told = target.up
 
-    async def _store(self, target: _Target, signal: Signal, body: bytes) -> None:
+    async def _store(self, target: _Target, signal: Signal, body: bytes) -> bool:
+        """Whether it is stored; not when the store is behind, or, with its exception, when it fails."""
         target.seq += 1
         try:
             accepted = await asyncio.to_thread(
                 self._intake.take, signal, body, PROTOBUF, target.producer, str(target.seq), external=False
             )
             await asyncio.wrap_future(accepted.done)
+            return True
         except Overloaded:
             _log.warning("a scrape of %s is dropped: the store is behind", target.asked.name)
+            return False
         except Exception as failure:
             _log.warning("a scrape of %s is not stored: %s", target.asked.name, failure)
             raise

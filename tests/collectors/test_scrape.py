@@ -8,15 +8,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
+from collectors.scrape import Scraper
+from collectors.writer import Overloaded
 from rlinsight import store
+from rlinsight.config import ScrapeTarget
 from tests.collectors import live
 
 pytestmark = pytest.mark.slow
@@ -127,7 +132,7 @@ def test_an_engine_that_restarts_is_followed(collector: live.Collector, path: Pa
             path, "SELECT sum(increase) AS n FROM counter_increase('vllm:requests_total') HAVING bool_or(is_reset)"
         )
         latencies = rows(path, "SELECT sum(increase) AS n FROM counter_increase('vllm:latency_seconds')")
-        eventually(path, "SELECT 1 FROM scrape_targets WHERE target = 'engine' AND up")
+        eventually(path, "SELECT 1 FROM otel_logs WHERE event_name = 'rlinsight.scrape.recovered'")
     assert (first["run_id"], first["attempt"], first["service_name"]) == ("run-engine", 2, "engine")
     assert (first["kind"], first["value"], first["service_instance_id"]) == ("sum", 5, f"127.0.0.1:{port}")
     assert '"policy/0"' in first["resource_attributes"]
@@ -239,3 +244,33 @@ def test_scraping_keeps_no_collector_alive(tmp_path: Path) -> None:
         register(collector, url, "busy", interval_s=0.1)
         owner.communicate(b"\n")
         assert collector.process.wait(20) == 0
+
+
+def test_what_the_store_had_no_room_for_is_told_with_the_next_scrape() -> None:
+    """An event refused while the queue is full is not lost: that a target is down is told once there is room."""
+    told, full = [], threading.Event()
+    full.set()
+
+    class Intake:
+        def take(self, signal: str, *_: Any, **__: Any) -> Any:
+            if full.is_set():
+                raise Overloaded("full")
+            told.append(signal)
+            done: Future[bool] = Future()
+            done.set_result(True)
+            return SimpleNamespace(done=done)
+
+    scraper = Scraper(Intake())  # type: ignore[arg-type]
+    try:
+        scraper.add(os.getpid(), None, None, [ScrapeTarget(name="a", url="http://127.0.0.1:1/metrics", interval_s=0.1)])
+        deadline = time.monotonic() + 20
+        while scraper.status()[0]["failures"] < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        full.clear()
+        while told.count("metrics") < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        scraper.close()
+    assert told.count("logs") == 1
