@@ -33,7 +33,7 @@ def start_process(store: Path, owner_pid: int, arguments: Sequence[str] = ()) ->
     """
     # -P: a queue.py in the working directory is not the standard library's.
     command = [sys.executable, "-P", "-m", "collectors", "--store", str(store), "--owner-pid", str(owner_pid)]
-    command += arguments
+    command += ["--background", *arguments]
     environment = {key: value for key, value in os.environ.items() if key != "NOTIFY_SOCKET"}  # that is the owner's
     with _open_log(store) as log:
         began = log.tell()
