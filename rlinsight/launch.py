@@ -8,25 +8,22 @@ owner is gone, so that even a killed run leaves no process behind.
 
 from __future__ import annotations
 
-import fcntl
 import json
-import logging
 import os
 import shlex
 import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from collectors.server import cap_log, log_path, start_process
 from core_trainer.job import Job, Reporter, RunSummary
 from rlinsight import host, names, preflight, run_dir, scraping, spool, store, telemetry
+from rlinsight.collecting import collector, found_or_started
 from rlinsight.config import Config, TelemetrySection
 from rlinsight.errors import CollectorError, RlinsightError, SpoolError, StoreError
 from rlinsight.progress import Completeness, Progress
@@ -40,12 +37,6 @@ Controller = Callable[[Config, Job, Reporter], RunSummary]
 DELIVERY_TIMEOUT_S = 15.0
 LEFTOVERS_TIMEOUT_S = 10.0
 INGEST_TIMEOUT_S = 24 * 3600.0  # a spool of an offline cluster may be large; progress is kept if it is interrupted
-# The collector drains within its grace of two seconds; waiting for it means no process outlives the command.
-COLLECTOR_EXIT_TIMEOUT_S = 10.0
-OWN_TIMEOUT_S = 5.0
-WATCH_S = (1.0, 30.0)  # between looks at the collector; doubles with each start of another one, to the second
-
-_log = logging.getLogger(__name__)
 
 
 def train(
@@ -153,115 +144,10 @@ def _trainer() -> Controller:
     return controller.run
 
 
-# Collector -----------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def collector(path: Path, arguments: Sequence[str] = ()) -> Iterator[store.Endpoint]:
-    """The collector of a store, kept alive for the length of the block: the one that runs, or a new one.
-
-    ``arguments`` are for those started here. When one dies another takes over, at an address of its own: senders find
-    it by ``store.locate``. Raises CollectorError when none can be started at first.
-    """
-    endpoint = _found_or_started(path, arguments)
-    ended = threading.Event()
-    watched = path, arguments, endpoint.pid, ended
-    watch = threading.Thread(target=_watch, args=watched, name="collector-watch", daemon=True)
-    watch.start()
-    try:
-        yield endpoint
-    finally:
-        ended.set()
-        watch.join()
-        current = store.read_endpoint(path)  # not the first one when that died under way
-        if current is not None and _own(current, "DELETE") == []:
-            _wait_for_exit(current.pid)
-
-
-def _watch(path: Path, arguments: Sequence[str], pid: int, ended: threading.Event) -> None:
-    """Replace the collector whenever it is gone. One that dies again and again is started ever less often."""
-    pause, longest = WATCH_S
-    while not ended.wait(pause):
-        cap_log(path)
-        endpoint = store.read_endpoint(path)
-        if endpoint is not None and endpoint.pid == pid:
-            pause = max(pause / 2, WATCH_S[0])
-            continue
-        pause = min(pause * 2, longest)
-        try:
-            endpoint = _found_or_started(path, arguments)
-        except (CollectorError, StoreError, OSError) as error:  # OSError: no process can be made now
-            _log.warning("collector %d is gone and no other can start (%s); telemetry waits on disk", pid, error)
-        else:
-            _log.warning("collector %d is gone, %d took over; its log: %s", pid, endpoint.pid, log_path(path))
-            pid = endpoint.pid
-
-
-def _found_or_started(path: Path, arguments: Sequence[str] = ()) -> store.Endpoint:
-    """The collector of a store, owned by this process too."""
-    with _one_at_a_time(path.parent):
-        endpoint = _joined(path)
-        if endpoint is not None:
-            return endpoint
-        try:
-            return start_process(path, os.getpid(), arguments)
-        except CollectorError:
-            endpoint = _joined(path)  # one was started by hand in between
-            if endpoint is None:
-                raise
-            return endpoint
-
-
 def _keep(section: TelemetrySection) -> list[str]:
     """What a collector keeps, on its command line."""
     days = ["--keep-days", str(section.keep_days)] if section.keep_days is not None else []
     return days + (["--keep-bytes", str(int(section.keep_bytes))] if section.keep_bytes is not None else [])
-
-
-def _joined(path: Path) -> store.Endpoint | None:
-    """The collector that serves a store and now counts this process as an owner."""
-    endpoint = store.read_endpoint(path)
-    return endpoint if endpoint is not None and _own(endpoint, "POST") is not None else None
-
-
-@contextmanager
-def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Of the processes that look for a collector one may start it, and the others then find it.
-
-    A lock on the folder itself leaves no file behind. Where it cannot be had the collector's own lock on the store
-    decides, and the reason is told by the collector.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        yield
-        return
-    try:
-        with suppress(OSError):  # some network file systems
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _own(endpoint: store.Endpoint, method: Literal["POST", "DELETE"]) -> list[int] | None:
-    """Take or give up a share in a collector, which leaves with its last owner.
-
-    Returns the owners it has now; None when it does not answer or is leaving.
-    """
-    try:
-        status, answer = store.call(endpoint, method, "/v1/owners", {"pid": os.getpid()}, OWN_TIMEOUT_S)
-    except OSError:
-        return None
-    return json.loads(answer)["owners"] if status == 200 else None
-
-
-def _wait_for_exit(pid: int) -> None:
-    import psutil
-
-    with suppress(psutil.Error):
-        psutil.Process(pid).wait(timeout=COLLECTOR_EXIT_TIMEOUT_S)
 
 
 # Record --------------------------------------------------------------------------------------------------------------
@@ -318,7 +204,7 @@ def _deliver(path: Path, spool_dir: Path) -> bool:
     """
     endpoint = None
     with suppress(RlinsightError):
-        endpoint = store.read_endpoint(path) or _found_or_started(path)
+        endpoint = store.read_endpoint(path) or found_or_started(path)
     telemetry.shutdown(DELIVERY_TIMEOUT_S if endpoint else 0.0)
     if endpoint is None:
         return False

@@ -329,10 +329,10 @@ def test_two_runs_share_one_collector(place: Place) -> None:
 JOIN = """
 import os, sys
 from pathlib import Path
-from rlinsight import launch
+from rlinsight import collecting
 print("ready", flush=True)
 input()
-with launch.collector(Path(sys.argv[1])) as endpoint:
+with collecting.collector(Path(sys.argv[1])) as endpoint:
     print(endpoint.pid, flush=True)
     input()
 """
