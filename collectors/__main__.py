@@ -11,8 +11,7 @@ from importlib.abc import MetaPathFinder
 from pathlib import Path
 
 from rlinsight.errors import RlinsightError
-
-NICENESS = 15  # a thirtieth of a busy core; at 19 a fully loaded machine could starve it into time-outs
+from rlinsight.priority import yield_processors
 
 
 class _NoPandas(MetaPathFinder):
@@ -21,13 +20,6 @@ class _NoPandas(MetaPathFinder):
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: object = None) -> None:
         if fullname == "pandas":
             raise ModuleNotFoundError("a collector does without pandas", name=fullname)
-
-
-def _yield_processors() -> None:
-    """Run when others do not want to: what one thread of a training step loses, all others wait for."""
-    if hasattr(os, "sched_setscheduler"):  # a real-time parent's policy would be inherited, and know no niceness
-        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-    os.nice(NICENESS)
 
 
 def main() -> int:
@@ -46,7 +38,7 @@ def main() -> int:
     parser.add_argument("--background", action="store_true", help="leave the processors to training")
     args = parser.parse_args()
     if args.background:
-        _yield_processors()
+        yield_processors()
     logging.basicConfig(level=logging.INFO, format="collector: %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     sys.meta_path.insert(0, _NoPandas())

@@ -28,9 +28,9 @@ from rlinsight.store import explain, is_locked
 
 # Readers hold a file while their query runs, a leaving collector until it has drained and checkpointed.
 LOCK_WAIT_S = 15.0
-# Nothing is downloaded, and no commit makes a checkpoint: see checkpoints.py. Checkpoints do not merge row groups: DuckDB
-# rewrites them until they hold 122,880 rows, which of token lists is gigabytes. With it, 20 million tokens took 19 bytes
-# each, half of it free blocks, and half as long again; without, 11. Groups whose rows are all deleted still go.
+# Nothing is downloaded, and no commit makes a checkpoint: see checkpoints.py. Checkpoints do not merge row groups;
+# DuckDB rewrites them until they hold 122,880 rows, which of token lists is gigabytes: 20 million tokens took 19 bytes
+# each, half of it free blocks, instead of 11, and half as long again. Groups whose rows are all deleted still go.
 _CONFIG: dict[str, Any] = {
     "autoinstall_known_extensions": "false",
     "autoload_known_extensions": "false",

@@ -228,10 +228,11 @@ def _status(view: View) -> str:
 
 def _completeness(view: View) -> str:
     health = queries.health(view.read_live, view.run_id)
-    good = (view.linked is None or view.linked >= 0.999) and not view.dropped
-    counts = ""
+    refused = int(health["refused"].sum())
+    good = (view.linked is None or view.linked >= 0.999) and not view.dropped and not refused
+    counts = f" · refused <b>{refused:,}</b>" if refused else ""
     if len(health) and not health["emitted"].isna().all():
-        counts = f" · emitted {health['emitted'].sum():,.0f} · stored {health['stored'].sum():,.0f}"
+        counts = f"{counts} · emitted {health['emitted'].sum():,.0f} · stored {health['stored'].sum():,.0f}"
     return (
         f'<span title="linked: rows whose joins found their partner"><span style="color:'
         f'{palette.GREEN if good else palette.RED}">■</span> linked <b>{percent(view.linked)}</b>{counts} · dropped '

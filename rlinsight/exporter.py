@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from rlinsight import counts, names
 from rlinsight.counts import Counts
 from rlinsight.otlp import Encoder, Item, name_of, size
+from rlinsight.priority import yield_processors
 from rlinsight.segments import Batch, Segments
 from rlinsight.spool import Locate, Sender
 from rlinsight.wire import SIGNALS, Signal
 
 BATCH_ITEMS = 512
 BATCH_BYTES = 4 * 1024**2  # a quarter of what the collector accepts in one request
-BATCH_S = 0.2
+BATCH_S = 0.5
 ITEM_BYTES = 15 * 1024**2  # a larger item could not be sent at all
 QUEUE_ITEMS = 100_000
 QUEUE_BYTES = 128 * 1024**2
@@ -143,6 +144,7 @@ class Exporter:
             self._segments.abandon()
 
     def _write_loop(self) -> None:
+        yield_processors()
         next_health = time.monotonic() + HEALTH_S
         while not self._closing.is_set():
             flushes = self._wait()
@@ -178,13 +180,14 @@ class Exporter:
         if self._segments is None:
             self.counts.dropped_disk += len(items)
             return
-        known = self.counts.dropped_limit
+        known = self.counts.dropped_limit + self.counts.dropped_fault
         try:
             encoded = [batch for signal in SIGNALS for batch in self._encode(items, signal)]
             lost = self._segments.write(encoded)
         except Exception:  # out of memory, most likely; this thread must live on
             _log.warning("%d telemetry items lost", len(items), exc_info=True)
-            self.counts.dropped_disk += len(items) - (self.counts.dropped_limit - known)
+            counted = self.counts.dropped_limit + self.counts.dropped_fault - known
+            self.counts.dropped_disk += len(items) - counted
             return
         self.counts.dropped_limit += lost.limit
         self.counts.dropped_disk += lost.disk
@@ -228,6 +231,7 @@ class Exporter:
     def _deliver(self) -> None:
         if self._sender is None:
             return
+        yield_processors()
         try:
             self._sender.run(self._stop)
         except OSError as error:

@@ -29,6 +29,7 @@ from rlinsight import names
 from rlinsight.exporter import Exporter
 from rlinsight.otlp import TOKEN_KEYS, is_text
 from rlinsight.points import Point, split
+from rlinsight.priority import yield_processors
 
 SERIES = 1000  # attribute sets per instrument; the rest is summed up in one series marked otel.metric.overflow
 START_TIMEOUT_S = 1.0
@@ -74,6 +75,7 @@ class Meters:
                 consumer._reader_storages, consumer._lock = kept, threading.Lock()
 
     def _run(self) -> None:
+        yield_processors()
         try:
             self._register()
         except Exception:
