@@ -9,8 +9,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -110,19 +109,6 @@ class Database:
         )
         self.con.execute("SET GLOBAL quack_authorization_function = 'rlinsight_authorize'")
         self.con.execute("SET enable_external_access = false")
-
-
-@contextmanager
-def transaction(con: duckdb.DuckDBPyConnection) -> Iterator[None]:
-    """What the block does with ``con``, all of it or, when anything fails, nothing."""
-    con.execute("BEGIN")
-    try:
-        yield
-        con.execute("COMMIT")
-    except BaseException:
-        with suppress(duckdb.Error):  # a failed COMMIT has ended the transaction
-            con.execute("ROLLBACK")
-        raise
 
 
 def _free_port() -> int:

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import duckdb
 
 from collectors import arrow, encode
-from collectors.database import Database, transaction
+from collectors.database import Database
 from collectors.decode import Columns, Decoder
 from collectors.projections import PROJECTIONS
+from collectors.transaction import transaction
 from rlinsight.errors import StoreError
 from rlinsight.statements import sql_error
 from rlinsight.store import require_at_rest

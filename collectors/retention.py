@@ -18,7 +18,7 @@ from typing import Any
 import duckdb
 
 from collectors.checkpoints import ROOM
-from collectors.database import transaction
+from collectors.transaction import transaction
 from rlinsight import schema
 from rlinsight.errors import ConfigError
 

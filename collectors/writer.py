@@ -20,6 +20,7 @@ import pyarrow as pa
 from collectors import arrow
 from collectors.decode import Columns, Decoded
 from collectors.memory import MemoryLimit
+from collectors.transaction import transaction
 
 logger = logging.getLogger(__name__)
 
@@ -247,37 +248,38 @@ class Writer:
 
     def _transaction(self, group: list[Batch]) -> set[str]:
         """Insert the batches not stored before, with their ledger rows, in one transaction. Returns their ids."""
-        con = self._con
         began = time.perf_counter()
-        con.execute("BEGIN")
         try:
-            fresh = {batch.batch_id: batch for batch in reversed(group)}
-            # IN uses the primary key's index: 2 ms at a million batches; list_contains reads them all, 220 ms.
-            marks = ", ".join("?" * len(fresh))
-            known = con.execute(
-                f"SELECT batch_id FROM ingest_batches WHERE batch_id IN ({marks})", list(fresh)
-            ).fetchall()
-            for (batch_id,) in known:
-                del fresh[batch_id]
-            rows: dict[str, list[tuple]] = {}
-            for batch in fresh.values():
-                for table, more in batch.decoded.rows.items():
-                    rows.setdefault(table, []).extend(more)
-            committed_ns = time.time_ns()
-            rows["ingest_batches"] = [self._ledger_row(batch, committed_ns) for batch in fresh.values()]
-            for table, more in rows.items():
-                if more:
-                    self._insert(table, arrow.table(more, self._columns[table]))
-            con.execute("COMMIT")
+            with transaction(self._con):
+                stored = self._insert_new(group)
         except BaseException:
             self.stats.failures += 1
-            self._rollback()
             raise
         seconds = time.perf_counter() - began
         self.stats.commits += 1
         self.stats.commit_s += seconds
         if self.stats.on_commit:
             self.stats.on_commit(seconds)
+        return stored
+
+    def _insert_new(self, group: list[Batch]) -> set[str]:
+        fresh = {batch.batch_id: batch for batch in reversed(group)}
+        # IN uses the primary key's index: 2 ms at a million batches; list_contains reads them all, 220 ms.
+        marks = ", ".join("?" * len(fresh))
+        known = self._con.execute(
+            f"SELECT batch_id FROM ingest_batches WHERE batch_id IN ({marks})", list(fresh)
+        ).fetchall()
+        for (batch_id,) in known:
+            del fresh[batch_id]
+        rows: dict[str, list[tuple]] = {}
+        for batch in fresh.values():
+            for table, more in batch.decoded.rows.items():
+                rows.setdefault(table, []).extend(more)
+        committed_ns = time.time_ns()
+        rows["ingest_batches"] = [self._ledger_row(batch, committed_ns) for batch in fresh.values()]
+        for table, more in rows.items():
+            if more:
+                self._insert(table, arrow.table(more, self._columns[table]))
         return set(fresh)
 
     def _ledger_row(self, batch: Batch, committed_ns: int) -> tuple[Any, ...]:
@@ -301,12 +303,6 @@ class Writer:
             self._con.execute(f"INSERT INTO {table} SELECT * FROM incoming")
         finally:
             self._con.unregister("incoming")
-
-    def _rollback(self) -> None:
-        try:
-            self._con.execute("ROLLBACK")
-        except duckdb.Error:  # a failed COMMIT has ended the transaction already
-            logger.debug("nothing to roll back")
 
 
 def _first_line(error: Exception) -> str:

@@ -330,7 +330,7 @@ class TelemetrySection(Section):
         default=5,
         ge=1,
         le=7,
-        description="decimals kept of log-probs, entropy and advantages of tokens, which take a third more on disk "
+        description="decimals kept of log-probs, entropy and advantages of tokens, which take a fourth more on disk "
         "without rounding; null keeps every bit",
     )
     spool_bytes: int = Field(
