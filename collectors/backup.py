@@ -50,7 +50,7 @@ def kept(con: duckdb.DuckDBPyConnection, store: Path) -> Iterator[None]:
     part.rename(copy)
     try:
         yield
-    except BaseException:
+    except BaseException:  # also when interrupted: nothing was migrated
         copy.unlink()
         raise
     logger.info("%s was of schema version %d; a copy of it is in %s", store, version, copy)

@@ -59,7 +59,7 @@ class Database:
         except duckdb.OperationalError as error:  # of the disk; any other is a bug
             self.con.close()
             raise explain(store, error) from None
-        except BaseException:
+        except BaseException:  # also when interrupted: the file's lock must go
             self.con.close()
             raise
         self._quack: str | None = None

@@ -78,7 +78,7 @@ def _export(
             if isinstance(error, StoreFailed):
                 monitor.write_failed()
             context.set_trailing_metadata(_retry_info(message))
-        except Exception:
+        except Exception:  # a bug: counted, then gRPC's to answer and log
             code = grpc.StatusCode.INTERNAL
             raise
         finally:

@@ -192,7 +192,7 @@ class Scraper:
         except Overloaded:
             _log.warning("a scrape of %s is dropped: the store is behind", target.asked.name)
             return False
-        except Exception as failure:
+        except Exception as failure:  # of whatever kind, the caller decides
             _log.warning("a scrape of %s is not stored: %s", target.asked.name, failure)
             raise
 

@@ -15,7 +15,7 @@ def transaction(con: duckdb.DuckDBPyConnection) -> Iterator[None]:
     try:
         yield
         con.execute("COMMIT")
-    except BaseException:
+    except BaseException:  # also when interrupted
         with suppress(duckdb.Error):  # a failed COMMIT has ended the transaction
             con.execute("ROLLBACK")
         raise

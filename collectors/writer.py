@@ -103,7 +103,7 @@ class _Task:
     def run(self, con: duckdb.DuckDBPyConnection) -> None:
         try:
             self.done.set_result(self.work(con))
-        except BaseException as error:
+        except BaseException as error:  # belongs to who asked for the work
             self.done.set_exception(error)
 
 
@@ -213,7 +213,7 @@ class Writer:
                     self._store([batch])
             else:
                 self._give_up(group, error)
-        except Exception as error:
+        except Exception as error:  # of the content: it may raise whatever Arrow or DuckDB raise
             if len(group) == 1:
                 logger.exception("batch %s cannot be stored", group[0].batch_id)
                 group[0].done.set_exception(BatchRefused(f"the store refused the batch: {error}"))
@@ -252,7 +252,7 @@ class Writer:
         try:
             with transaction(self._con):
                 stored = self._insert_new(group)
-        except BaseException:
+        except BaseException:  # counted and passed on
             self.stats.failures += 1
             raise
         seconds = time.perf_counter() - began
