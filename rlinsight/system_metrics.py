@@ -70,6 +70,7 @@ class _Readings:
     """What the instruments read, with the readings before for what is a difference."""
 
     def __init__(self, run_id: str) -> None:
+        self._first: dict[tuple[str, str], int] = {}  # first reading of each counter
         self._process = psutil.Process()
         self._process_before = time.monotonic(), _cpu_seconds(self._process)
         self._host_before = _host_cpu_seconds()
@@ -124,14 +125,18 @@ class _Readings:
     def disk(self) -> Iterator[Observation]:
         total = psutil.disk_io_counters() if self._reports_host() else None
         if total is not None:  # a machine may have no disk of its own
-            yield Observation(total.read_bytes, {"disk.io.direction": "read"})
-            yield Observation(total.write_bytes, {"disk.io.direction": "write"})
+            yield self._since_start(total.read_bytes, "disk.io.direction", "read")
+            yield self._since_start(total.write_bytes, "disk.io.direction", "write")
 
     def network(self) -> Iterator[Observation]:
         if self._reports_host():
             links = [count for name, count in psutil.net_io_counters(pernic=True).items() if name != "lo"]
-            yield Observation(sum(link.bytes_recv for link in links), {"network.io.direction": "receive"})
-            yield Observation(sum(link.bytes_sent for link in links), {"network.io.direction": "transmit"})
+            yield self._since_start(sum(link.bytes_recv for link in links), "network.io.direction", "receive")
+            yield self._since_start(sum(link.bytes_sent for link in links), "network.io.direction", "transmit")
+
+    def _since_start(self, total: int, key: str, direction: str) -> Observation:
+        """The machine counts since it booted, the SDK says that its counters began with the process."""
+        return Observation(total - self._first.setdefault((key, direction), total), {key: direction})
 
     def gpu(self, read: str) -> Iterator[Observation]:
         if self._reports_host():

@@ -67,6 +67,9 @@ def test_process_and_machine_are_reported(collector: Collector, tmp_path: Path) 
     network = collector.metrics(names.SYSTEM_NETWORK)[-1]
     assert (network.unit, network.sum.is_monotonic) == ("By", True)
     assert len(network.sum.data_points) == 2
+    # Counted from the process's start, which is the start time of the points, not from the machine's.
+    for name in (names.SYSTEM_NETWORK, names.SYSTEM_DISK):
+        assert [point.as_int for point in collector.metrics(name)[0].sum.data_points] == [0, 0]
     assert collector.metric_resource()[names.HOST_NAME]
 
 
