@@ -310,12 +310,26 @@ M_RATIO_MAX = _metric("policy/ratio_max", "max", "largest exp(log_probs - old_lo
 M_LOSS = _metric("loss/total", "mean", "the loss that was minimised")
 M_POLICY_LOSS = _metric("loss/policy", "mean", "policy term")
 M_KL_LOSS = _metric("loss/kl", "mean", "KL term before its coefficient")
-M_GRAD_NORM = _metric("optim/grad_norm", "last", "gradient norm before clipping")
+M_GRAD_NORM = _metric("optim/grad_norm", "mean", "gradient norm before clipping, over the step's updates")
+M_GRAD_NORM_MAX = _metric("optim/grad_norm_max", "max", "largest gradient norm of the step's updates, before clipping")
+M_GRAD_NORM_GROUPS = {
+    group: _metric(f"optim/grad_norm/{group}", "mean", f"gradient norm of {what}, over the step's updates")
+    for group, what in {
+        "embeddings": "the embeddings, with the output layer where the two are tied",
+        "attention": "the attention projections",
+        "mlp": "the feed-forward layers",
+        "norms": "the normalisation layers",
+        "head": "the output layer",
+        "value_head": "the value head",
+        "lora": "the adapters",
+        "other": "parameters of no other group",
+    }.items()
+}
 M_LR = _metric("optim/learning_rate", "last", "learning rate of the update")
 M_WEIGHTS_CHANGED = _metric(
     "optim/weights_changed",
-    "last",
-    "share of the compute weights an update changed; near 0 means updates are rounded away",
+    "mean",
+    "share of the trained weights an update changed, over the step's updates; near 0: updates are rounded away",
 )
 M_STALENESS = _metric(
     "policy/staleness", "mean", "trainer's policy_version minus the rollout's, when consumed", "{update}"

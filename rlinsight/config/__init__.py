@@ -7,7 +7,7 @@ every combination that is refused. Loads no torch. A class elsewhere receives it
 from rlinsight.config.algorithm import AlgorithmSection
 from rlinsight.config.data import DataSection
 from rlinsight.config.loading import load, parse, schema
-from rlinsight.config.model import ModelSection
+from rlinsight.config.model import LoraSection, ModelSection
 from rlinsight.config.reward import (
     FunctionReward,
     MathVerifyReward,
@@ -29,6 +29,7 @@ __all__ = [
     "Config",
     "DataSection",
     "FunctionReward",
+    "LoraSection",
     "MathVerifyReward",
     "ModelSection",
     "NumericReward",
