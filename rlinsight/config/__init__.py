@@ -9,7 +9,10 @@ from rlinsight.config.data import DataSection
 from rlinsight.config.loading import load, parse, schema
 from rlinsight.config.model import LoraSection, ModelSection
 from rlinsight.config.reward import (
+    ClassifierReward,
     FunctionReward,
+    JudgeReward,
+    LengthReward,
     MathVerifyReward,
     NumericReward,
     RegexReward,
@@ -23,12 +26,16 @@ from rlinsight.config.run import RunSection
 from rlinsight.config.telemetry import ScrapeTarget, TelemetrySection
 from rlinsight.config.trainer import TrainerSection
 from rlinsight.config.tree import Config
+from rlinsight.config.validation import ValidationDataset, ValidationSection
 
 __all__ = [
     "AlgorithmSection",
+    "ClassifierReward",
     "Config",
     "DataSection",
     "FunctionReward",
+    "JudgeReward",
+    "LengthReward",
     "LoraSection",
     "MathVerifyReward",
     "ModelSection",
@@ -42,6 +49,8 @@ __all__ = [
     "TaskReward",
     "TelemetrySection",
     "TrainerSection",
+    "ValidationDataset",
+    "ValidationSection",
     "VllmSection",
     "component_name",
     "load",

@@ -16,6 +16,7 @@ from rlinsight.config.rollout import RolloutSection
 from rlinsight.config.run import RunSection
 from rlinsight.config.telemetry import TelemetrySection
 from rlinsight.config.trainer import TrainerSection
+from rlinsight.config.validation import ValidationSection
 
 
 class Config(Section):
@@ -28,6 +29,7 @@ class Config(Section):
     rollout: RolloutSection = Field(default_factory=RolloutSection)
     algorithm: AlgorithmSection = Field(default_factory=AlgorithmSection)
     trainer: TrainerSection = Field(default_factory=TrainerSection)
+    validation: ValidationSection | None = Field(default=None, description="none when unset")
     telemetry: TelemetrySection = Field(default_factory=TelemetrySection)
 
     @model_validator(mode="after")
@@ -48,6 +50,8 @@ class Config(Section):
                 f"algorithm.num_mini_batches={self.algorithm.num_mini_batches} with {groups // workers} prompts "
                 "per worker leaves a mini-batch empty; lower num_mini_batches or raise trainer.prompts_per_step"
             )
+        if self.validation is not None:
+            self.validation.check(self.rollout, self.reward)
         uses_task = any(isinstance(function, TaskReward) for function in self.reward.functions)
         if uses_task and not self.data.train.startswith("reasoning_gym:"):
             raise ValueError(
