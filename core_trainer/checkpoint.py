@@ -1,20 +1,26 @@
 """Checkpoints: a plain Hugging Face directory plus what it takes to go on exactly where training stopped.
 
-    checkpoints/step-000010/
-      config.json, tokenizer files, model.safetensors   master weights in full precision, loadable by transformers
-      optimizer.safetensors                             AdamW moments
-      trainer.json                                      step, versions, data position, and the size of every file above
+    checkpoints/
+      step-000010/
+        config.json, tokenizer files, model.safetensors   master weights in full precision, loadable by transformers
+        optimizer.safetensors                             AdamW moments
+        critic/...                                        a part of its own for whoever else has state
+        trainer.json                                      the controller's state; size and CRC-32 of every file above
+      best                                                name of the checkpoint with the best validation, where kept
 
-A checkpoint is written beside its final name and renamed when complete, so a directory that exists is whole.
+A checkpoint is written beside its final name and renamed when complete, and renamed away before it is removed, so a
+``step-`` directory that exists is whole.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,40 +31,75 @@ from transformers import PreTrainedModel
 from core_trainer.optimizer import MasterOptimizer
 from rlinsight.errors import CheckpointError
 
-WEIGHTS, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "trainer.json"
+WEIGHTS, OPTIMIZER, STATE, BEST = "model.safetensors", "optimizer.safetensors", "trainer.json", "best"
 _NOT_COPIED = (".safetensors", ".safetensors.index.json", ".bin", ".gguf", ".pt", STATE)
+# Of a model's config.json: where it came from and which program wrote it, not what it is.
+_INCIDENTAL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
+_CHUNK = 1 << 20
+
+Saver = Callable[[Path], object]  # writes one participant's files into the folder it is given
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best validation so far."""
+
+    metric: str  # what was compared, e.g. loss
+    value: float
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """The controller's part of a checkpoint."""
+    """The controller's part of a checkpoint; JSON types only. Random numbers are drawn from (seed, step): no state."""
 
     step: int  # last finished step
-    sampler: dict[str, Any]  # data position
+    sampler: dict[str, Any]  # data position, with a hash of the data
+    fingerprint: dict[str, Any] = field(default_factory=dict)  # what the checkpoint belongs to, from ``fingerprint``
+    kl_controller: dict[str, Any] | None = None  # None: the KL coefficient does not adapt
+    best: Best | None = None  # None: nothing was validated yet
+    extra: dict[str, Any] = field(default_factory=dict)  # state of phases of one's own
 
 
-def write(folder: Path, state: TrainerState, save_policy: Callable[[Path], object], keep: int) -> Path:
-    """Write ``folder/step-NNNNNN`` and drop all but the newest ``keep``. Replaces one of the same step."""
+def write(
+    folder: Path, state: TrainerState, savers: Saver | Mapping[str, Saver], keep: int, keep_best: bool = False
+) -> Path:
+    """Write ``folder/step-NNNNNN`` and drop all but the newest ``keep``. Replaces one of the same step.
+
+    ``savers`` maps subfolders to who writes them, ``"."`` being the checkpoint itself; a single saver is that one.
+    ``keep_best`` marks the checkpoint of ``state.best`` when it is this one; the marked one stays until another is.
+    """
     target = folder / f"step-{state.step:06d}"
     partial = folder / f".{target.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     try:
-        save_policy(partial)
-        sizes = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
-        (partial / STATE).write_text(json.dumps({**asdict(state), "files": sizes}, indent=2))
-        for file in partial.iterdir():
-            _sync(file)
+        for leftover in folder.glob(".step-*"):  # of a process that was killed
+            shutil.rmtree(leftover, ignore_errors=True)
+        partial.mkdir(parents=True)
+        for subfolder, save in (savers if isinstance(savers, Mapping) else {".": savers}).items():
+            (partial / subfolder).mkdir(parents=True, exist_ok=True)
+            save(partial / subfolder)
+        written = sorted(path for path in partial.rglob("*") if path.is_file())
+        files = {file.relative_to(partial).as_posix(): _content(file) for file in written}
+        (partial / STATE).write_text(json.dumps({**asdict(state), "files": files}, indent=2))
+        for path in [partial, *partial.rglob("*")]:
+            _sync(path)
+        replaced = _hide(target)
+        partial.rename(target)
+        shutil.rmtree(replaced, ignore_errors=True)
+        if keep_best and state.best is not None and state.best.step == state.step:
+            marker = folder / f".{BEST}.partial"
+            marker.write_text(target.name + "\n")
+            _sync(marker)
+            marker.rename(folder / BEST)
+        _sync(folder)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError):
             raise _cannot_write(target, error) from None
         raise
-    shutil.rmtree(target, ignore_errors=True)
-    partial.rename(target)
-    _sync(folder)
     for old in checkpoints(folder)[:-keep]:
-        shutil.rmtree(old)
+        if old != best(folder):
+            shutil.rmtree(_hide(old))
     return target
 
 
@@ -67,15 +108,67 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*") if path.is_dir())
 
 
+def best(folder: Path) -> Path | None:
+    """The checkpoint with the best validation; None when none is marked."""
+    marker = folder / BEST
+    return folder / marker.read_text().strip() if marker.is_file() else None
+
+
+def improved(before: Best | None, metric: str, value: float, step: int, *, maximize: bool) -> Best | None:
+    """The new best validation, or None when ``value`` does not beat ``before``. NaN beats nothing."""
+    if math.isnan(value):
+        return None
+    if before is not None and not (value > before.value if maximize else value < before.value):
+        return None
+    return Best(metric, value, step)
+
+
+def fingerprint(model_dir: Path, **parts: Any) -> dict[str, Any]:
+    """What a checkpoint belongs to: the architecture in ``model_dir``, and ``parts`` such as algorithm, critic, LoRA.
+
+    ``parts`` are JSON values; None says that a run has no such part.
+    """
+    config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    return {"model": {key: value for key, value in config.items() if key not in _INCIDENTAL}, **parts}
+
+
+def resume(directory: Path, expected: Mapping[str, Any]) -> TrainerState:
+    """The controller's part, once every file is found whole and the checkpoint to belong to what ``expected`` says.
+
+    Reads every byte. Raises CheckpointError naming the file that is torn, or what differs.
+    """
+    state = read_state(directory)
+    theirs, ours = _flat(state.fingerprint), _flat(dict(expected))
+    different = [
+        f"{key} is {json.dumps(theirs.get(key))} there and {json.dumps(ours.get(key))} in this run"
+        for key in sorted(theirs.keys() | ours.keys())
+        if theirs.get(key) != ours.get(key)
+    ]
+    if different:
+        raise CheckpointError(
+            f"checkpoint {directory} belongs to another run: {', '.join(different)}; resume with the settings it was "
+            "written with, or start a new run with model.source set to it"
+        )
+    for name, content in _files(directory).items():
+        found = _content(directory / name)
+        if found != content:
+            raise CheckpointError(
+                f"checkpoint {directory} is damaged: the content of {name} has changed since it was written (CRC-32 "
+                f"{found['crc32']}, not {content['crc32']}); resume from an older one"
+            )
+    return state
+
+
 def read_state(directory: Path) -> TrainerState:
-    """The controller's part. Raises CheckpointError when ``directory`` is no checkpoint, or a file of it is torn."""
+    """The controller's part. Raises CheckpointError when ``directory`` is no checkpoint, or a file of it is cut off."""
     try:
         content = json.loads((directory / STATE).read_text())
-        state = TrainerState(content["step"], content["sampler"])
-        sizes: dict[str, int] = content["files"]
+        sizes = {name: file["bytes"] for name, file in content.pop("files").items()}
+        content["best"] = Best(**content["best"]) if content["best"] else None
+        state = TrainerState(**content)
     except FileNotFoundError:
         raise CheckpointError(f"{directory} is not a checkpoint: it has no {STATE}") from None
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"checkpoint {directory} is damaged: {STATE} is unreadable ({error!r})") from None
     for name, size in sizes.items():
         file = directory / name
@@ -86,32 +179,58 @@ def read_state(directory: Path) -> TrainerState:
     return state
 
 
+def _files(directory: Path) -> dict[str, dict[str, Any]]:
+    return json.loads((directory / STATE).read_text())["files"]
+
+
+def _content(file: Path) -> dict[str, Any]:
+    """Size and checksum: finds what a disk or a copy damaged, not what somebody forged."""
+    crc = 0
+    with file.open("rb") as stream:
+        while chunk := stream.read(_CHUNK):
+            crc = zlib.crc32(chunk, crc)
+    return {"bytes": file.stat().st_size, "crc32": f"{crc:08x}"}
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Leaves of a nested mapping by dotted path. What is None is left out: it is the same as not being there."""
+    if not isinstance(tree, dict):
+        return {} if tree is None else {prefix: tree}
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        leaves |= _flat(value, f"{prefix}.{key}" if prefix else key)
+    return leaves
+
+
+# A model with its optimizer -------------------------------------------------------------------------------------------
+
+
 def save_policy(
     directory: Path, model: PreTrainedModel, source: Path, optimizer: MasterOptimizer, policy_version: int
 ) -> None:
     """Write master weights, optimizer and the files of ``source`` that are not weights."""
     try:
-        _save_policy(directory, model, source, optimizer, policy_version)
+        copy_model_files(source, directory)
+        masters = optimizer.named_master(model)  # tied weights appear once, as transformers expects
+        known = {id(parameter) for parameter in model.parameters()}
+        kept = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if id(tensor) not in known}
+        save_file({**masters, **kept}, directory / WEIGHTS, metadata={"format": "pt"})
+        save_optimizer(directory, optimizer, policy_version)
     except (OSError, SafetensorError) as error:
         raise _cannot_write(directory, error) from None
 
 
-def _save_policy(
-    directory: Path, model: PreTrainedModel, source: Path, optimizer: MasterOptimizer, policy_version: int
-) -> None:
+def copy_model_files(source: Path, directory: Path) -> None:
+    """Config, tokenizer and what else a model directory or a checkpoint holds besides weights."""
     for file in source.iterdir():
         if file.is_file() and not file.name.endswith(_NOT_COPIED):
             shutil.copy(file, directory / file.name)
-    masters = optimizer.named_master(model)  # tied weights appear once, as transformers expects
-    parameters = {id(parameter) for parameter in model.parameters()}
-    kept = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if id(tensor) not in parameters}
-    save_file({**masters, **kept}, directory / WEIGHTS, metadata={"format": "pt"})
+
+
+def save_optimizer(directory: Path, optimizer: MasterOptimizer, policy_version: int) -> None:
+    """Write the moments, with the number of updates and the policy_version."""
     versions = {"num_updates": str(optimizer.num_updates), "policy_version": str(policy_version)}
     save_file(optimizer.state_dict(), directory / OPTIMIZER, metadata=versions)
-
-
-def _cannot_write(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(f"checkpoint {path} cannot be written ({error}); free some space or set another run.dir")
 
 
 def load_optimizer(directory: Path, optimizer: MasterOptimizer) -> int:
@@ -125,6 +244,21 @@ def load_optimizer(directory: Path, optimizer: MasterOptimizer) -> int:
         raise CheckpointError(f"checkpoint {directory} is damaged: {OPTIMIZER} is unreadable ({error})") from None
     optimizer.load_state_dict(state, int(versions["num_updates"]))
     return int(versions["policy_version"])
+
+
+# Files ----------------------------------------------------------------------------------------------------------------
+
+
+def _cannot_write(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"checkpoint {path} cannot be written ({error}); free some space or set another run.dir")
+
+
+def _hide(checkpoint: Path) -> Path:
+    """Take a checkpoint, where there is one, away in one move: a killed process leaves no half of one."""
+    hidden = checkpoint.with_name(f".{checkpoint.name}.removed")
+    if checkpoint.exists():
+        checkpoint.rename(hidden)
+    return hidden
 
 
 def _sync(path: Path) -> None:

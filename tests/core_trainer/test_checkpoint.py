@@ -13,6 +13,7 @@ from core_trainer.checkpoint import TrainerState
 from core_trainer.optimizer import MasterOptimizer
 from rlinsight.config import TrainerSection
 from rlinsight.errors import CheckpointError
+from tests.tiny import make_tiny_model
 
 
 def write(folder: Path, step: int, content: str = "x", keep: int = 2) -> Path:
@@ -57,9 +58,89 @@ def test_damage_is_named(tmp_path: Path) -> None:
     (path / checkpoint.STATE).write_text("{")
     with pytest.raises(CheckpointError, match=r"trainer\.json is unreadable"):
         checkpoint.read_state(path)
+    (path / checkpoint.STATE).write_text('{"step": 1}')
+    with pytest.raises(CheckpointError, match=r"trainer\.json is unreadable"):
+        checkpoint.read_state(path)
     (path / checkpoint.STATE).unlink()
     with pytest.raises(CheckpointError, match="is not a checkpoint"):
         checkpoint.read_state(path)
+
+
+def test_every_participant_writes_and_is_checked(tmp_path: Path) -> None:
+    """A critic has a folder of its own; one changed bit in it, size unchanged, is found on resume and named."""
+    savers = {
+        ".": lambda d: (d / "weights").write_text("policy"),
+        "critic": lambda d: (d / "weights").write_text("critic"),
+    }
+    path = checkpoint.write(tmp_path, TrainerState(1, {}), savers, keep=1)
+    assert (path / "weights").read_text() == "policy"
+    assert (path / "critic" / "weights").read_text() == "critic"
+    assert checkpoint.resume(path, {}) == TrainerState(1, {})
+    (path / "critic" / "weights").write_text("Critic")
+    with pytest.raises(CheckpointError, match=r"damaged: the content of critic/weights has changed .*CRC-32"):
+        checkpoint.resume(path, {})
+
+
+def test_the_whole_state_reads_back(tmp_path: Path) -> None:
+    """Controller, best validation, data position and the state of other phases survive as they were."""
+    state = TrainerState(
+        step=3,
+        sampler={"epoch": 1, "position": 2, "fingerprint": "ab"},
+        fingerprint={"model": {"hidden_size": 64}, "critic": None},
+        kl_controller={"coef": 0.1},
+        best=checkpoint.Best("mean@1", 0.5, 2),
+        extra={"teacher": {"round": 4}},
+    )
+    path = checkpoint.write(tmp_path, state, lambda d: None, keep=1)
+    assert checkpoint.resume(path, state.fingerprint) == state
+
+
+def test_a_foreign_checkpoint_is_refused_by_what_differs(tmp_path: Path, tiny_model: Path) -> None:
+    """Another architecture, another precision, a critic too many and an adapter too few are each named."""
+    mine = checkpoint.fingerprint(tiny_model, algorithm="ppo", critic={"type": "model"}, lora=None, dtype="float32")
+    path = checkpoint.write(tmp_path, TrainerState(1, {}, mine), lambda d: None, keep=1)
+    other = make_tiny_model(tmp_path / "other", hidden_size=32)
+    theirs = checkpoint.fingerprint(other, algorithm="grpo", critic=None, lora={"rank": 8}, dtype="bfloat16")
+    with pytest.raises(CheckpointError) as refused:
+        checkpoint.resume(path, theirs)
+    for part in (
+        'algorithm is "ppo" there and "grpo" in this run',
+        'critic.type is "model" there and null in this run',
+        'dtype is "float32" there and "bfloat16" in this run',
+        "lora.rank is null there and 8 in this run",
+        "model.hidden_size is 64 there and 32 in this run",
+    ):
+        assert part in str(refused.value)
+    assert checkpoint.resume(path, mine).step == 1
+    assert checkpoint.fingerprint(path.parent / "other")["model"]["hidden_size"] == 32
+
+
+def test_the_best_is_kept_until_beaten(tmp_path: Path) -> None:
+    """The marked checkpoint outlives newer ones, a worse validation moves no mark, a better one frees the old."""
+    best = None
+    for step, loss in enumerate([3.0, 1.0, 2.0, float("nan"), 1.0, 2.5], start=1):
+        best = checkpoint.improved(best, "loss", loss, step, maximize=False) or best
+        state = TrainerState(step, {}, best=best)
+        checkpoint.write(tmp_path, state, lambda d: None, keep=1, keep_best=True)
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["step-000002", "step-000006"]
+    assert checkpoint.best(tmp_path) == tmp_path / "step-000002"
+    best = checkpoint.improved(best, "loss", 0.5, 7, maximize=False)
+    checkpoint.write(tmp_path, TrainerState(7, {}, best=best), lambda d: None, keep=1, keep_best=True)
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["step-000007"]
+    assert (tmp_path / checkpoint.BEST).read_text() == "step-000007\n"
+    assert checkpoint.improved(best, "loss", 0.4, 8, maximize=True) is None
+    assert checkpoint.improved(None, "loss", 0.4, 8, maximize=True) == checkpoint.Best("loss", 0.4, 8)
+
+
+def test_what_a_killed_process_left_goes(tmp_path: Path) -> None:
+    """Half-written and half-removed folders are taken for no checkpoint, and the next write clears them."""
+    write(tmp_path, 1)
+    for name in (".step-000002.partial", ".step-000000.removed"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").write_text("half")
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["step-000001"]
+    write(tmp_path, 3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000003"]
 
 
 def test_the_folder_is_a_model_for_transformers(tmp_path: Path, tiny_model: Path) -> None:
@@ -83,4 +164,4 @@ def test_the_folder_is_a_model_for_transformers(tmp_path: Path, tiny_model: Path
     assert checkpoint.load_optimizer(path, twin) == 1
     for key, value in optimizer.state_dict().items():
         assert torch.equal(twin.state_dict()[key], value), key
-    assert json.loads((path / checkpoint.STATE).read_text())["files"]["model.safetensors"] > 0
+    assert json.loads((path / checkpoint.STATE).read_text())["files"]["model.safetensors"]["bytes"] > 0
