@@ -33,6 +33,8 @@ class TrainSample:
     token_weight: float = 0.0  # weight of each loss token in the step's loss, see algorithms/aggregation.py
     old_log_probs: np.ndarray | None = None  # [T] float32; None: the update's own first forward is the anchor
     ref_log_probs: np.ndarray | None = None  # [T] float32
+    values: np.ndarray | None = None  # [T] float32, the critic's before the update
+    returns: np.ndarray | None = None  # [T] float32, what its values are trained towards
     turns: list[tuple[int, int, int]] = field(default_factory=list)  # (turn index, start, end) into the T tokens
     carrier: dict[str, str] = field(default_factory=dict)  # trace context of the rollout
 

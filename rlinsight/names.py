@@ -331,6 +331,19 @@ M_WEIGHTS_CHANGED = _metric(
     "mean",
     "share of the trained weights an update changed, over the step's updates; near 0: updates are rounded away",
 )
+M_VALUE_LOSS = _metric("critic/value_loss", "mean", "value term before its coefficient")
+M_EXPLAINED_VARIANCE = _metric(
+    "critic/explained_variance",
+    "mean",
+    "1 - Var(return - value) / Var(return) over loss tokens, values before the update",
+)
+M_VALUE_CLIP_FRACTION = _metric(
+    "critic/clip_fraction", "mean", "share of loss tokens whose value gradient the clip cut"
+)
+M_VALUE_MEAN = _metric("critic/value_mean", "mean", "value per loss token before the update")
+M_RETURN_MEAN = _metric("critic/return_mean", "mean", "return per loss token")
+M_CRITIC_GRAD_NORM = _metric("critic/grad_norm", "last", "gradient norm of a critic of its own, before clipping")
+M_CRITIC_LR = _metric("critic/learning_rate", "last", "learning rate of a critic of its own")
 M_STALENESS = _metric(
     "policy/staleness", "mean", "trainer's policy_version minus the rollout's, when consumed", "{update}"
 )
