@@ -342,7 +342,9 @@ M_VALUE_CLIP_FRACTION = _metric(
 )
 M_VALUE_MEAN = _metric("critic/value_mean", "mean", "value per loss token before the update")
 M_RETURN_MEAN = _metric("critic/return_mean", "mean", "return per loss token")
-M_CRITIC_GRAD_NORM = _metric("critic/grad_norm", "last", "gradient norm of a critic of its own, before clipping")
+M_CRITIC_GRAD_NORM = _metric(
+    "critic/grad_norm", "mean", "gradient norm of a critic of its own before clipping, over the step's updates"
+)
 M_CRITIC_LR = _metric("critic/learning_rate", "last", "learning rate of a critic of its own")
 M_STALENESS = _metric(
     "policy/staleness", "mean", "trainer's policy_version minus the rollout's, when consumed", "{update}"
