@@ -23,6 +23,7 @@ from rlinsight.config.reward import (
 )
 from rlinsight.config.rollout import RolloutSection, VllmSection
 from rlinsight.config.run import RunSection
+from rlinsight.config.sft import SftConfig, SftDataSection, SftTrainerSection
 from rlinsight.config.telemetry import ScrapeTarget, TelemetrySection
 from rlinsight.config.trainer import TrainerSection
 from rlinsight.config.tree import Config
@@ -46,6 +47,9 @@ __all__ = [
     "RolloutSection",
     "RunSection",
     "ScrapeTarget",
+    "SftConfig",
+    "SftDataSection",
+    "SftTrainerSection",
     "TaskReward",
     "TelemetrySection",
     "TrainerSection",

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from rlinsight.config.reward import RewardFunction
+from rlinsight.config.sft import SftConfig
 from rlinsight.config.tree import Config
 from rlinsight.errors import ConfigError
 
+Tree = TypeVar("Tree", Config, SftConfig)
 
-def load(path: Path, overrides: list[str] | None = None) -> Config:
+
+def load(path: Path, overrides: list[str] | None = None, kind: type[Tree] = Config) -> Tree:
     """Read a YAML file and apply dotted overrides such as ``trainer.total_steps=3``.
 
-    Raises ConfigError naming the key's path, the value and the fix.
+    ``kind`` is the tree it must fit: Config of `rlinsight train`, or SftConfig of `rlinsight sft`. Raises ConfigError
+    naming the key's path, the value and the fix.
     """
     if not path.is_file():
         raise ConfigError(f"config file {path} does not exist; see configs/quickstart.yaml for one to start from")
@@ -29,15 +33,15 @@ def load(path: Path, overrides: list[str] | None = None) -> Config:
         raise ConfigError(f"{path} holds {type(tree).__name__}, not a mapping of sections; start it with 'model:'")
     for override in overrides or []:
         _apply_override(tree, override)
-    return parse(tree, str(path))
+    return parse(tree, str(path), kind)
 
 
-def parse(tree: dict[str, Any], origin: str = "config") -> Config:
+def parse(tree: dict[str, Any], origin: str = "config", kind: type[Tree] = Config) -> Tree:
     """Validate a mapping. Raises ConfigError with one line per problem."""
     try:
-        return Config.model_validate(tree)
+        return kind.model_validate(tree)
     except ValidationError as error:
-        lines = [_explain(problem) for problem in error.errors(include_url=False)]
+        lines = [_explain(problem, kind) for problem in error.errors(include_url=False)]
         raise ConfigError(f"{origin}: " + "; ".join(dict.fromkeys(lines))) from None
 
 
@@ -74,7 +78,7 @@ def _list_item(items: list[Any], index: str, override: str) -> Any:
     return items[int(index)]
 
 
-def _explain(problem: Any) -> str:
+def _explain(problem: Any, tree: type[BaseModel]) -> str:
     """One pydantic error as 'path: what is wrong with which value; what fixes it'."""
     location = [part for part in problem["loc"] if not (isinstance(part, str) and part.startswith("function-"))]
     # A discriminated union inserts its tag after the list index; the YAML has no such level.
@@ -83,7 +87,7 @@ def _explain(problem: Any) -> str:
     path = ".".join(str(part) for part in location)
     kind, value = problem["type"], problem.get("input")
     if kind == "extra_forbidden":
-        known = _keys_at(location[:-1], problem)
+        known = _keys_at(location[:-1], problem, tree)
         close = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
         return f"{path}: unknown key; {hint}"
@@ -95,9 +99,9 @@ def _explain(problem: Any) -> str:
     return f"{path}={value!r}: {message[0].lower()}{message[1:]}"
 
 
-def _keys_at(location: list[Any], problem: Any) -> list[str]:
+def _keys_at(location: list[Any], problem: Any, tree: type[BaseModel]) -> list[str]:
     """Field names of the section at ``location``."""
-    model: type[BaseModel] = Config
+    model = tree
     for part in location:
         if isinstance(part, int) or part not in model.model_fields:
             continue
@@ -112,6 +116,6 @@ def _keys_at(location: list[Any], problem: Any) -> list[str]:
     return sorted(model.model_fields)
 
 
-def schema() -> dict[str, Any]:
+def schema(kind: type[BaseModel] = Config) -> dict[str, Any]:
     """JSON schema of the YAML, for editors and the documentation."""
-    return TypeAdapter(Config).json_schema()
+    return TypeAdapter(kind).json_schema()

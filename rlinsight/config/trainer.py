@@ -36,6 +36,9 @@ class TrainerSection(Section):
     num_workers: int = Field(default=1, ge=1, description="data-parallel policy workers")
     checkpoint_every: int = Field(default=0, ge=0, description="steps between checkpoints; 0 keeps only the last one")
     keep_checkpoints: int = Field(default=2, ge=1, description="newest checkpoints kept")
+    keep_best: bool = Field(
+        default=False, description="write a checkpoint at the best validation so far and keep it until it is beaten"
+    )
 
     @model_validator(mode="after")
     def _schedule(self) -> TrainerSection:
@@ -45,7 +48,7 @@ class TrainerSection(Section):
                     f"min_lr_ratio={self.min_lr_ratio:g} has no effect with lr_schedule=constant; "
                     "set lr_schedule: linear or cosine, or remove min_lr_ratio"
                 )
-        elif self.warmup_steps >= self.total_steps:
+        elif self.total_steps is not None and self.warmup_steps >= self.total_steps:  # None: a supervised run's epochs
             raise ValueError(
                 f"lr_schedule={self.lr_schedule} never begins: warmup_steps={self.warmup_steps} of "
                 f"total_steps={self.total_steps}; lower warmup_steps or set lr_schedule: constant"

@@ -52,6 +52,10 @@ class Config(Section):
             )
         if self.validation is not None:
             self.validation.check(self.rollout, self.reward)
+        elif self.trainer.keep_best:
+            raise ValueError(
+                "trainer.keep_best has no effect without validation; add a validation section or remove it"
+            )
         uses_task = any(isinstance(function, TaskReward) for function in self.reward.functions)
         if uses_task and not self.data.train.startswith("reasoning_gym:"):
             raise ValueError(
