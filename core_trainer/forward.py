@@ -10,33 +10,68 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from core_trainer.batching import PackedBatch, TrainSample, micro_batches, pack
-from core_trainer.logprobs import token_log_probs
+from core_trainer.logprobs import TokenScores, token_scores
+
+
+def hidden_states(model: PreTrainedModel, batch: PackedBatch) -> Tensor:
+    """Hidden states [M, d] of the rows that predict a response token, one for each, before the output layer."""
+    out = model.get_decoder()(
+        input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, layout=batch.layout
+    )
+    return out.last_hidden_state[0].index_select(0, batch.logit_rows)
+
+
+def scores(
+    model: PreTrainedModel,
+    batch: PackedBatch,
+    temperature: float,
+    *,
+    entropy_gradient: bool = False,
+    sum_pi_squared: bool = False,
+) -> TokenScores:
+    """Log-probs (differentiable), entropies and, if asked for, sums of squared probabilities of the response tokens.
+
+    The output layer runs on the rows that predict a response token only. ``entropy_gradient`` makes the entropy
+    differentiable too.
+    """
+    return token_scores(
+        hidden_states(model, batch),
+        model.get_output_embeddings().weight,  # type: ignore[union-attr]  # a causal model has an output layer
+        batch.targets,
+        temperature,
+        entropy_gradient=entropy_gradient,
+        sum_pi_squared=sum_pi_squared,
+    )
 
 
 def log_probs(model: PreTrainedModel, batch: PackedBatch, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probs (differentiable) and entropies of the response tokens, each [M] float32.
-
-    The output layer runs on the rows that predict a response token only.
-    """
-    hidden = (
-        model.get_decoder()(
-            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, layout=batch.layout
-        )
-        .last_hidden_state[0]
-        .index_select(0, batch.logit_rows)
-    )
-    weight = model.get_output_embeddings().weight  # type: ignore[union-attr]  # a causal model has an output layer
-    return token_log_probs(hidden, weight, batch.targets, temperature)
+    """Log-probs (differentiable) and entropies of the response tokens, each [M] float32."""
+    return scores(model, batch, temperature)[:2]
 
 
-@torch.no_grad()
 def sample_log_probs(
     model: PreTrainedModel, samples: Sequence[TrainSample], temperature: float, token_budget: int
 ) -> list[np.ndarray]:
     """Log-probs [T] of each sample's tokens, in the order of ``samples``."""
-    found: dict[str, np.ndarray] = {}
+    return sample_scores(model, samples, temperature, token_budget)["log_probs"]
+
+
+@torch.no_grad()
+def sample_scores(
+    model: PreTrainedModel,
+    samples: Sequence[TrainSample],
+    temperature: float,
+    token_budget: int,
+    *,
+    sum_pi_squared: bool = False,
+) -> dict[str, list[np.ndarray]]:
+    """The fields of TokenScores that were asked for, each a list of arrays [T] in the order of ``samples``."""
+    names = ["log_probs", "entropy", *(["sum_pi_squared"] if sum_pi_squared else [])]
+    found: dict[str, dict[str, np.ndarray]] = {name: {} for name in names}
     for part in micro_batches(samples, token_budget):
         batch = pack(part, model.device)
-        values, _ = log_probs(model, batch, temperature)
-        found |= {s.rollout_id: v for s, v in zip(batch.samples, batch.split(values), strict=True)}
-    return [found[sample.rollout_id] for sample in samples]
+        values = scores(model, batch, temperature, sum_pi_squared=sum_pi_squared)
+        for name, arrays in found.items():
+            columns = zip(batch.samples, batch.split(getattr(values, name)), strict=True)
+            arrays |= {sample.rollout_id: array for sample, array in columns}
+    return {name: [arrays[sample.rollout_id] for sample in samples] for name, arrays in found.items()}

@@ -7,7 +7,7 @@ engine alike.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,55 +16,89 @@ CHUNK_ROWS = 1024  # rows of one output matmul; its logits stay in the compute d
 BLOCK_ROWS = 32  # rows normalised in float32 at once, small enough for the processor's cache
 
 
-def token_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probs of ``targets`` and the entropy of each row's distribution.
+class TokenScores(NamedTuple):
+    """What the output layer says of M tokens, each [M] float32."""
 
-    hidden [M, d], weight [V, d], targets [M] int64 -> log_probs [M] float32 (differentiable), entropy [M] float32
-    (not).
+    log_probs: Tensor  # differentiable
+    entropy: Tensor  # of the row's distribution; differentiable when asked for
+    sum_pi_squared: Tensor | None  # sum of squared probabilities of the row's distribution; None unless asked for
+
+
+def token_scores(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    *,
+    entropy_gradient: bool = False,
+    sum_pi_squared: bool = False,
+) -> TokenScores:
+    """Log-probs of ``targets`` and what else is asked of each row's distribution.
+
+    hidden [M, d], weight [V, d], targets [M] int64. ``entropy_gradient`` makes the entropy differentiable, as an
+    entropy bonus needs it: dH / dlogit = -p (log p + H) / temperature.
     """
-    return _TokenLogProbs.apply(hidden, weight, targets, temperature)  # type: ignore[return-value]
+    log_probs, entropy, squares = _TokenScores.apply(  # type: ignore[misc]
+        hidden, weight, targets, temperature, entropy_gradient, sum_pi_squared
+    )
+    return TokenScores(log_probs, entropy, squares)
 
 
-class _TokenLogProbs(torch.autograd.Function):
+class _TokenScores(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        entropy_gradient: bool,
+        sum_pi_squared: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         rows = hidden.shape[0]
         log_probs = torch.empty(rows, dtype=torch.float32, device=hidden.device)
         entropy, normaliser = torch.empty_like(log_probs), torch.empty_like(log_probs)
+        squares = torch.empty_like(log_probs) if sum_pi_squared else None
         for chunk in _slices(rows, CHUNK_ROWS):
             chunk_logits = torch.nn.functional.linear(hidden[chunk], weight)
             for block in _slices(len(chunk_logits), BLOCK_ROWS):
                 at = slice(chunk.start + block.start, chunk.start + block.stop)
-                log_probs[at], entropy[at], normaliser[at] = normalise(chunk_logits[block], targets[at], temperature)
-        ctx.save_for_backward(hidden, weight, targets, normaliser)
+                scaled, weights, total, normaliser[at] = softmax_parts(chunk_logits[block], temperature)
+                log_probs[at] = scaled.gather(1, targets[at, None])[:, 0] - normaliser[at]
+                entropy[at] = normaliser[at] - torch.linalg.vecdot(weights, scaled) / total  # log Z - E[logit]
+                if squares is not None:
+                    squares[at] = torch.linalg.vecdot(weights, weights) / total.square()
+        ctx.save_for_backward(hidden, weight, targets, normaliser, *([entropy] if entropy_gradient else []))
         ctx.temperature = temperature
-        ctx.mark_non_differentiable(entropy)
-        return log_probs, entropy
+        constant = [squares] if squares is not None else []
+        ctx.mark_non_differentiable(*constant, *([] if entropy_gradient else [entropy]))
+        return log_probs, entropy, squares
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        hidden, weight, targets, normaliser = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, normaliser, *entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        grad_weight = None
+        if ctx.needs_input_grad[1]:  # a frozen output layer, as under LoRA, saves a third of the matmuls
+            grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for chunk in _slices(hidden.shape[0], CHUNK_ROWS):
             logits = torch.nn.functional.linear(hidden[chunk], weight)
             for block in _slices(len(logits), BLOCK_ROWS):
                 at = slice(chunk.start + block.start, chunk.start + block.stop)
                 # d log p[target] / d logit = onehot - p, scaled by the temperature; written over the logits
                 scale = (grads[0][at] / ctx.temperature)[:, None]
-                grad = logits[block].float().div_(ctx.temperature).sub_(normaliser[at, None]).exp_().mul_(-scale)
+                grad = logits[block].float().div_(ctx.temperature).sub_(normaliser[at, None])  # log p
+                if entropy:
+                    bonus = (grads[1][at] / ctx.temperature)[:, None]
+                    factor = (grad + entropy[0][at, None]).mul_(bonus).add_(scale)
+                    grad = grad.exp_().mul_(factor.neg_())
+                else:
+                    grad = grad.exp_().mul_(-scale)
                 logits[block] = grad.scatter_add_(1, targets[at, None], scale)
             grad_hidden[chunk] = logits @ weight
-            grad_weight += logits.T @ hidden[chunk]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None
-
-
-def normalise(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs of targets, entropy and log normaliser of each row: [R, V] and [R] -> three [R] float32 tensors."""
-    scaled, weights, total, log_normaliser = softmax_parts(logits, temperature)
-    # H = log Z - E[logit]
-    entropy = log_normaliser - torch.linalg.vecdot(weights, scaled) / total
-    return scaled.gather(1, targets[:, None])[:, 0] - log_normaliser, entropy, log_normaliser
+            if grad_weight is not None:
+                grad_weight += logits.T @ hidden[chunk]
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
 
 
 def softmax_parts(logits: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
