@@ -12,6 +12,7 @@ from torch import Tensor
 from core_trainer.algorithms import advantages as advantage_functions
 from core_trainer.algorithms.aggregation import token_weights
 from core_trainer.batching import TrainSample
+from core_trainer.partition import balanced
 from core_trainer.types import Rollout
 from rlinsight.config import AlgorithmSection
 
@@ -21,7 +22,7 @@ def step_advantages(rollouts: Sequence[Rollout], algorithm: AlgorithmSection) ->
     index = {group: i for i, group in enumerate(dict.fromkeys(rollout.group_id for rollout in rollouts))}
     groups = torch.tensor([index[rollout.group_id] for rollout in rollouts])
     rewards = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64)
-    return advantage_functions.grpo(rewards, groups, algorithm.normalize_by_std)
+    return advantage_functions.grpo(rewards, groups, normalize_by_std=algorithm.normalize_by_std)
 
 
 def to_samples(rollouts: Sequence[Rollout], advantages: Tensor) -> list[TrainSample]:
@@ -50,21 +51,37 @@ def to_samples(rollouts: Sequence[Rollout], advantages: Tensor) -> list[TrainSam
     return samples
 
 
-def attach(samples: Sequence[TrainSample], name: str, parts: Sequence[Sequence[np.ndarray]]) -> None:
-    """Set a per-token array of each sample from the ranks' results, which come in the order of ``samples``."""
-    arrays = [array for part in parts for array in part]
-    for sample, array in zip(samples, arrays, strict=True):
-        setattr(sample, name, array)
+def attach(samples: Sequence[TrainSample], name: str, results: Sequence[Sequence[np.ndarray]]) -> None:
+    """Set a per-token array of each sample from the ranks' results for ``balanced_groups(samples, ranks)``."""
+    for part, arrays in zip(balanced_groups(samples, len(results)), results, strict=True):
+        for sample, array in zip(part, arrays, strict=True):
+            setattr(sample, name, array)
+
+
+def balanced_groups(samples: Sequence[TrainSample], parts: int) -> list[list[TrainSample]]:
+    """Share whole groups among ranks so that each has nearly the same number of tokens to compute.
+
+    Samples of a part keep their order, and equal samples are always shared equally. A part is empty when there are
+    fewer groups than parts.
+    """
+    groups = _groups(samples)
+    tokens = [len(group[0].prompt_token_ids) + sum(sample.num_tokens for sample in group) for group in groups]
+    return [[sample for i in share for sample in groups[i]] for share in balanced(tokens, parts)]
 
 
 def split_groups(samples: Sequence[TrainSample], parts: int) -> list[list[TrainSample]]:
     """Cut samples into contiguous parts of whole groups, group counts as equal as they can be."""
+    groups = _groups(samples)
+    bounds = np.linspace(0, len(groups), parts + 1).round().astype(int)
+    return [[s for group in groups[a:b] for s in group] for a, b in itertools.pairwise(bounds)]
+
+
+def _groups(samples: Sequence[TrainSample]) -> list[list[TrainSample]]:
+    """Samples by group, groups in the order of their first sample."""
     groups: dict[str, list[TrainSample]] = {}
     for sample in samples:
         groups.setdefault(sample.group_id, []).append(sample)
-    bounds = np.linspace(0, len(groups), parts + 1).round().astype(int)
-    ordered = list(groups.values())
-    return [[s for group in ordered[a:b] for s in group] for a, b in itertools.pairwise(bounds)]
+    return list(groups.values())
 
 
 def mini_batches(
@@ -72,16 +89,16 @@ def mini_batches(
 ) -> Iterator[list[list[TrainSample]]]:
     """One list per rank for each optimizer step, with token weights over all ranks set.
 
-    Groups are shuffled by ``seed`` and cut into ``num_mini_batches``, then shared among ranks, so that the number of
-    ranks changes nothing; with one mini-batch order is kept.
+    Groups are shuffled by ``seed`` and cut into ``num_mini_batches``, then shared among ranks by their tokens, so that
+    the number of ranks changes nothing; with one mini-batch order is kept.
     """
     ordered = list(samples)
     if algorithm.num_mini_batches > 1:
-        groups = split_groups(samples, len({sample.group_id for sample in samples}))
+        groups = _groups(samples)
         order = np.random.default_rng(seed).permutation(len(groups))
         ordered = [sample for i in order for sample in groups[i]]
     for part in split_groups(ordered, algorithm.num_mini_batches):
         lengths = torch.tensor([int(sample.loss_mask.sum()) for sample in part])
         for sample, weight in zip(part, token_weights(lengths, algorithm.aggregation).tolist(), strict=True):
             sample.token_weight = weight
-        yield split_groups(part, ranks)
+        yield balanced_groups(part, ranks)

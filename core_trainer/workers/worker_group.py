@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
 
-from core_trainer.batch import split_groups
+from core_trainer.batch import balanced_groups
 from core_trainer.batching import TrainSample
 from core_trainer.workers.base import Place, Worker
 from rlinsight import telemetry
@@ -49,8 +49,8 @@ class WorkerGroup:
         return self._collect([self._actors[rank].execute.remote(method, carrier, step, args)])[0]
 
     def split_groups(self, samples: Sequence[TrainSample]) -> list[list[TrainSample]]:
-        """One part per rank, groups kept whole."""
-        return split_groups(samples, self.world_size)
+        """One part per rank, groups kept whole, tokens balanced; ``batch.attach`` puts results back."""
+        return balanced_groups(samples, self.world_size)
 
     def split(self, items: Sequence[Any]) -> list[Sequence[Any]]:
         """Cut items into one contiguous part per rank, sizes as equal as they can be."""

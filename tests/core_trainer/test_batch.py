@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from core_trainer.batch import attach, mini_batches, split_groups, step_advantages, to_samples
+from core_trainer.batch import attach, balanced_groups, mini_batches, split_groups, step_advantages, to_samples
 from core_trainer.metrics import TokenStats, rollout_metrics, token_stats
 from core_trainer.types import Prompt, Rollout, Turn
 from rlinsight import names
@@ -77,17 +77,44 @@ def test_splits_keep_groups_whole() -> None:
         assert sum(len(owner) for owner in owners) == 6
 
 
-def test_rank_results_come_back_in_order() -> None:
-    """Arrays computed by ranks land on their own samples."""
+@pytest.mark.parametrize("parts", [1, 2, 4, 8])
+def test_balanced_parts_hold_every_group_once_and_keep_order(parts: int) -> None:
+    """Shares are the same each time, whole groups, in the samples' order; only spare ranks stay empty."""
     samples = to_samples(make_rollouts(), torch.zeros(18))
-    parts = [
-        [np.full(s.num_tokens, i * 100 + k) for k, s in enumerate(p)] for i, p in enumerate(split_groups(samples, 2))
-    ]
-    attach(samples, "ref_log_probs", parts)
-    assert samples[9].ref_log_probs is not None
-    assert samples[9].ref_log_probs[0] == 100
-    with pytest.raises(ValueError, match="zip"):
-        attach(samples, "ref_log_probs", parts[:1])
+    split = balanced_groups(samples, parts)
+    assert split == balanced_groups(samples, parts)
+    assert sum(len({s.group_id for s in part}) for part in split) == 6
+    order = [s.rollout_id for s in samples]
+    assert all(
+        [s.rollout_id for s in part] == [i for i in order if i in {s.rollout_id for s in part}] for part in split
+    )
+    assert sorted(s.rollout_id for part in split for s in part) == sorted(order)
+    assert sum(not part for part in split) == max(0, parts - 6)
+
+
+def test_balanced_parts_have_about_equal_tokens() -> None:
+    """One group of long responses gets a rank to itself, where a cut by count would give it half of the others too."""
+    rollouts = make_rollouts(groups=4, size=2)
+    for rollout, length in zip(rollouts, (50, 50, 20, 15, 16, 14, 15, 15), strict=True):
+        rollout.turns[0].token_ids = [1] * length
+        rollout.turns[0].rollout_log_probs = [-1.0] * length
+    samples = to_samples(rollouts, torch.zeros(8))
+    split = balanced_groups(samples, 2)
+    assert [{s.group_id for s in part} for part in split] == [{"g0"}, {"g1", "g2", "g3"}]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5, 9])
+def test_rank_results_come_back_to_their_samples(ranks: int) -> None:
+    """Arrays computed by ranks land on their own samples; a missing rank is an error."""
+    samples = to_samples(make_rollouts(), torch.zeros(18))
+    for i, sample in enumerate(samples):
+        sample.token_ids = sample.token_ids + i
+    results = [[s.token_ids * 3 for s in part] for part in balanced_groups(samples, ranks)]
+    attach(samples, "ref_log_probs", results)
+    assert all(s.ref_log_probs is not None and (s.ref_log_probs == s.token_ids * 3).all() for s in samples)
+    if 1 < ranks < 6:
+        with pytest.raises(ValueError, match="zip"):
+            attach(samples, "ref_log_probs", results[1:])
 
 
 def test_token_stats_by_hand_and_merged() -> None:
