@@ -25,7 +25,7 @@ from core_trainer.batching import TrainSample
 from core_trainer.checkpoint import TrainerState
 from core_trainer.cluster import Cluster
 from core_trainer.job import Job, Reporter, RunSummary, StepReport
-from core_trainer.metrics import WEIGHTS, TokenStats, rollout_metrics
+from core_trainer.metrics import TokenStats, emit, rollout_metrics
 from core_trainer.optimizer import OptimizerStats
 from core_trainer.rollout.sample import make_groups
 from core_trainer.types import Rollout, SamplingParams
@@ -125,7 +125,7 @@ class Controller:
             with self._phase(names.RECORD):
                 metrics = self._metrics(rollouts, advantages, stats, updates, time.perf_counter() - began, sampling)
                 for name, value in metrics.items():
-                    _emit(name, value)
+                    emit(name, value)
             num_tokens = sum(len(s.prompt_token_ids) + s.num_tokens for s in samples)
             span.set(
                 {
@@ -234,17 +234,3 @@ class Controller:
             names.M_GEN_TOKENS_PER_S: sampled / sampling,
         }
         return metrics
-
-
-def _emit(name: str, value: float | None) -> None:
-    """One step metric, its reduction stated. An undefined value is absent, not 0."""
-    registered = names.METRICS[name]
-    attributes: dict[str, Any] = {
-        names.METRIC_NAME: name,
-        names.METRIC_AGG: registered.agg,
-        names.METRIC_UNIT: registered.unit,
-        names.METRIC_WEIGHT: WEIGHTS.get(name, "step"),
-    }
-    if value is not None:
-        attributes[names.METRIC_VALUE] = value
-    telemetry.event(names.STEP_METRIC, attributes)

@@ -12,8 +12,10 @@ import itertools
 import json
 import logging
 import random
+from array import array
 from collections.abc import Iterator
 from decimal import Decimal
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -255,13 +257,13 @@ class PromptSampler:
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able position, with a fingerprint of the data and the seed it is a position in."""
-        return {"epoch": self._epoch, "position": self._position, "fingerprint": self._fingerprint()}
+        return {"epoch": self._epoch, "position": self._position, "fingerprint": self._fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue the stream. Raises CheckpointError when the data or its order is another than at the checkpoint."""
-        if state["fingerprint"] != self._fingerprint():
+        if state["fingerprint"] != self._fingerprint:
             raise CheckpointError(
-                "the checkpoint's position is in other data: prompts, run.seed or data.shuffle have changed; "
+                "the checkpoint's position is in other data: prompts, answers, run.seed or data.shuffle have changed; "
                 "restore them or start a new run"
             )
         self._epoch, self._position = state["epoch"], state["position"]
@@ -273,8 +275,10 @@ class PromptSampler:
             random.Random(f"{self._seed}/{self._epoch}").shuffle(order)
         return order
 
+    @cached_property
     def _fingerprint(self) -> str:
         digest = hashlib.sha256(f"{self._seed if self._shuffle else None}".encode())
         for prompt in self._prompts:
-            digest.update(f"{prompt.prompt_id}\0{prompt.text}\0".encode("utf-8", "surrogatepass"))
+            digest.update(f"{prompt.prompt_id}\0{prompt.answer}\0".encode("utf-8", "surrogatepass"))
+            digest.update(array("q", prompt.token_ids).tobytes())
         return digest.hexdigest()

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from core_trainer.types import Rollout
-from rlinsight import names
+from rlinsight import names, telemetry
 
 
 @dataclass(slots=True)
@@ -133,3 +134,17 @@ WEIGHTS = {  # what each mean or sum counted; the rest are per step
     names.M_ADVANTAGE_ABS: "rollout",
     names.M_ZERO_VARIANCE: "group",
 }
+
+
+def emit(name: str, value: float | None) -> None:
+    """One step metric, its reduction stated. An undefined value is absent, not 0."""
+    registered = names.METRICS[name]
+    attributes: dict[str, Any] = {
+        names.METRIC_NAME: name,
+        names.METRIC_AGG: registered.agg,
+        names.METRIC_UNIT: registered.unit,
+        names.METRIC_WEIGHT: WEIGHTS.get(name, "step"),
+    }
+    if value is not None:
+        attributes[names.METRIC_VALUE] = value
+    telemetry.event(names.STEP_METRIC, attributes)

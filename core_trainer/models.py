@@ -278,11 +278,12 @@ def end_of_turn_ids(generation_config: GenerationConfig | None, tokenizer: PreTr
     ids = set(declared if isinstance(declared, list) else [declared])
     ids.add(tokenizer.eos_token_id)
     if tokenizer.chat_template:
-        ids.add(_id_after_assistant_message(tokenizer))
+        ids.add(id_after_assistant_message(tokenizer))
     return tuple(sorted(i for i in ids if i is not None))
 
 
-def _id_after_assistant_message(tokenizer: PreTrainedTokenizerBase) -> int | None:
+def id_after_assistant_message(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The special token a chat template writes after an assistant message; None when it writes none."""
     marker = "RESPONSE-TEXT"
     messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": marker}]
     _, found, after = str(tokenizer.apply_chat_template(messages, tokenize=False)).rpartition(marker)

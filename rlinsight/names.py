@@ -86,6 +86,7 @@ REF_LOG_PROBS = _span("rl.ref_log_probs", "log-probs under the frozen reference"
 ADVANTAGES = _span("rl.advantages", "rewards to advantages")
 TRAIN = _span("rl.train", "policy update: forward, backward, optimizer")
 SYNC = _span("rl.sync", "publish the new weights to the rollout engine")
+VALIDATE = _span("rl.validate", "measure the policy on data it is not trained on")
 CHECKPOINT = _span("rl.checkpoint", "write a resumable checkpoint")
 RECORD = _span("rl.record", "write the step's metrics to the trace")
 
@@ -259,7 +260,7 @@ METRIC_WEIGHT = _attr("rlinsight.metric.weight", "what the reduction counted: to
 
 # Attributes: validation and alerts -----------------------------------------------------------------------------------
 EVAL_DATASET = _attr("rlinsight.eval.dataset", "what was validated on")
-EVAL_METRIC = _attr("rlinsight.eval.metric", "e.g. mean@1, pass@8")
+EVAL_METRIC = _attr("rlinsight.eval.metric", "e.g. mean@1, pass@8, loss")
 EVAL_VALUE = _attr("rlinsight.eval.value", "its value")
 EVAL_SAMPLES = _attr("rlinsight.eval.num_samples", "rollouts behind it", "{rollout}")
 ALERT_RULE = _attr("rlinsight.alert.rule", "rule that fired")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -242,5 +243,9 @@ def test_sampler_refuses_other_data_and_small_data() -> None:
         PromptSampler(numbered(5), 2, 1, True).load_state_dict(state)
     with pytest.raises(CheckpointError, match="position is in other data"):
         PromptSampler(numbered(4), 2, 7, True).load_state_dict(state)
+    for change in ({"answer": "other"}, {"token_ids": (9,)}):
+        changed = [replace(prompt, **change) for prompt in numbered(4)]
+        with pytest.raises(CheckpointError, match="position is in other data"):
+            PromptSampler(changed, 2, 1, True).load_state_dict(state)
     with pytest.raises(DataError, match=r"has 4 prompts, fewer than trainer.prompts_per_step=8"):
         PromptSampler(numbered(4), 8, 1, True)
