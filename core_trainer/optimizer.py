@@ -7,14 +7,28 @@ masters it accumulates until the compute copy moves.
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlinsight import names
 from rlinsight.config import TrainerSection
 from rlinsight.errors import CheckpointError, TrainingError
+
+_GROUPS = [  # of names.M_GRAD_NORM_GROUPS, by a parameter's name; the first that matches
+    ("lora", re.compile(r"lora_")),
+    ("value_head", re.compile(r"value_head")),
+    ("head", re.compile(r"(^|\.)(lm_head|embed_out)\.")),
+    ("norms", re.compile(r"norm|(^|\.)ln_")),
+    ("embeddings", re.compile(r"embed|(^|\.)w[tp]e\.")),
+    ("attention", re.compile(r"attn|attention")),
+    ("mlp", re.compile(r"mlp|feed_forward|ffn|experts")),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +37,47 @@ class OptimizerStats:
 
     grad_norm: float  # before clipping
     learning_rate: float
-    weights_changed: float  # share of the compute copy's elements that changed
+    weights_changed: float  # share of the trained compute weights that changed
+    grad_norms: dict[str, float]  # the same by module group; their squares sum to grad_norm's
+
+
+def update_metrics(updates: Sequence[OptimizerStats]) -> dict[str, float]:
+    """Step metrics of a step's optimizer steps, at least one."""
+
+    def mean(values: Sequence[float]) -> float:
+        return sum(values) / len(values)
+
+    norms = [update.grad_norm for update in updates]
+    return {
+        names.M_GRAD_NORM: mean(norms),
+        names.M_GRAD_NORM_MAX: max(norms),
+        **{
+            names.M_GRAD_NORM_GROUPS[group]: mean([update.grad_norms[group] for update in updates])
+            for group in updates[0].grad_norms
+        },
+        names.M_LR: updates[-1].learning_rate,
+        names.M_WEIGHTS_CHANGED: mean([update.weights_changed for update in updates]),
+    }
+
+
+def learning_rate(section: TrainerSection, step: int) -> float:
+    """Rate of a step, counted from 1: it depends on nothing else, so a resumed run goes on as if never stopped.
+
+    Warm-up rises in equal parts to the peak at ``warmup_steps``. Linear and cosine start from the peak in the step
+    after and would reach ``min_lr_ratio`` of it one step after the last, so that no step is wasted at 0.
+    """
+    if step <= section.warmup_steps:
+        return section.learning_rate * step / section.warmup_steps
+    if section.lr_schedule == "constant":
+        return section.learning_rate
+    done = min(1.0, (step - 1 - section.warmup_steps) / (section.total_steps - section.warmup_steps))
+    left = 1 - done if section.lr_schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return section.learning_rate * (section.min_lr_ratio + (1 - section.min_lr_ratio) * left)
+
+
+def module_group(parameter: str) -> str:
+    """Group of names.M_GRAD_NORM_GROUPS a parameter of this name belongs to."""
+    return next((group for group, pattern in _GROUPS if pattern.search(parameter)), "other")
 
 
 class MasterOptimizer:
@@ -36,10 +90,10 @@ class MasterOptimizer:
     """
 
     def __init__(self, model: torch.nn.Module, section: TrainerSection, master_dtype: torch.dtype) -> None:
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.max_grad_norm = section.max_grad_norm
-        self.peak_learning_rate = section.learning_rate
-        self.warmup_steps = section.warmup_steps
+        self.section = section
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.parameters = [p for _, p in trained]
+        self._groups = [module_group(name) for name, _ in trained]
         device = self.parameters[0].device
         self.master = torch.cat([p.detach().reshape(-1) for p in self.parameters]).to(master_dtype)
         self.gradient = torch.zeros(self.master.numel(), dtype=torch.float32, device=device)
@@ -74,22 +128,27 @@ class MasterOptimizer:
         """
         if dist.is_initialized():
             dist.all_reduce(self.gradient)
-        norm = torch.linalg.vector_norm(self.gradient)
-        if not bool(torch.isfinite(norm)):
+        by_parameter = torch.stack([torch.linalg.vector_norm(view) for view in self._views]).tolist()
+        norm = math.hypot(*by_parameter)
+        if not math.isfinite(norm):
             self.gradient.zero_()
             raise TrainingError(
-                f"the gradient norm of step {step} is {float(norm)}; lower trainer.learning_rate, or look "
+                f"the gradient norm of step {step} is {norm}; lower trainer.learning_rate, or look "
                 "at the step's log-probs in view tokens"
             )
-        self.gradient.mul_(torch.clamp(self.max_grad_norm / (norm + 1e-6), max=1.0))
-        rate = self.peak_learning_rate * min(1.0, step / max(1, self.warmup_steps))
+        self.gradient.mul_(min(1.0, self.section.max_grad_norm / (norm + 1e-6)))
+        rate = learning_rate(self.section, step)
         self._adamw.param_groups[0]["lr"] = rate
         self.master.grad = self.gradient.to(self.master.dtype)
         self._adamw.step()
         self.master.grad = None
         self.gradient.zero_()
         self.num_updates += 1
-        return OptimizerStats(float(norm), rate, self._refresh_model())
+        by_group: dict[str, list[float]] = {}
+        for group, value in zip(self._groups, by_parameter, strict=True):
+            by_group.setdefault(group, []).append(value)
+        norms = {group: math.hypot(*values) for group, values in by_group.items()}
+        return OptimizerStats(norm, rate, self._refresh_model(), norms)
 
     def _refresh_model(self) -> float:
         """Round the masters into the model; returns the share of elements that changed."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import math
+from pathlib import Path
 
 import pytest
 import torch
 
-from core_trainer.optimizer import MasterOptimizer
+from core_trainer import models
+from core_trainer.optimizer import MasterOptimizer, OptimizerStats, learning_rate, module_group, update_metrics
+from rlinsight import names
 from rlinsight.config import TrainerSection
 from rlinsight.errors import CheckpointError, TrainingError
 
@@ -123,3 +127,103 @@ def test_state_round_trip_and_foreign_state() -> None:
     other = MasterOptimizer(torch.nn.Linear(3, 3), TrainerSection(), torch.float32)
     with pytest.raises(CheckpointError, match="the model needs"):
         other.load_state_dict(optimizer.state_dict(), 3)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.8, 0.6, 0.4]),
+        ("cosine", [0.5, 1.0, 1.0, 0.2 + 0.8 * (1 + 0.5**0.5) / 2, 0.6, 0.2 + 0.8 * (1 - 0.5**0.5) / 2]),
+    ],
+)
+def test_learning_rates_by_hand(schedule: str, expected: list[float]) -> None:
+    """Two warm-up steps of six, then from the peak towards a fifth of it."""
+    ratio = 0.0 if schedule == "constant" else 0.2
+    section = TrainerSection.model_validate(
+        {"learning_rate": 2.0, "warmup_steps": 2, "total_steps": 6, "lr_schedule": schedule, "min_lr_ratio": ratio}
+    )
+    assert [learning_rate(section, step) / 2 for step in range(1, 7)] == pytest.approx(expected)
+
+
+def test_the_rate_never_falls_below_its_floor() -> None:
+    """A step after total_steps, as after a resume with fewer of them, is trained at min_lr_ratio."""
+    section = TrainerSection(learning_rate=1.0, total_steps=4, lr_schedule="linear", min_lr_ratio=0.1)
+    assert learning_rate(section, 9) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"min_lr_ratio": 0.1}, "min_lr_ratio=0.1 has no effect with lr_schedule=constant"),
+        ({"lr_schedule": "cosine", "warmup_steps": 100}, "lr_schedule=cosine never begins"),
+    ],
+)
+def test_schedules_that_do_nothing_are_refused(values: dict, message: str) -> None:
+    """A floor without a fall, and a fall after the last step."""
+    with pytest.raises(ValueError, match=message):
+        TrainerSection.model_validate(values)
+
+
+def test_gradient_norms_by_module_group(tiny_model: Path) -> None:
+    """Each group's norm is that of its parameters' gradients before clipping; their squares sum to the whole."""
+    model = models.load_model(tiny_model, torch.float32)
+    optimizer = MasterOptimizer(model, TrainerSection(max_grad_norm=1e-3), torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    expected: dict[str, float] = {}
+    for name, p in model.named_parameters():
+        p.grad = torch.randn(p.shape, generator=generator)
+        group = "norms" if "norm" in name else name.split(".")[-3] if "layers" in name else "embed_tokens"
+        expected[group] = expected.get(group, 0.0) + float(p.grad.double().square().sum())
+    optimizer.accumulate()
+    stats = optimizer.step(1)
+    assert set(stats.grad_norms) == {"embeddings", "attention", "mlp", "norms"}
+    for mine, theirs in (
+        ("attention", "self_attn"),
+        ("mlp", "mlp"),
+        ("norms", "norms"),
+        ("embeddings", "embed_tokens"),
+    ):
+        assert stats.grad_norms[mine] == pytest.approx(math.sqrt(expected[theirs]), rel=1e-6)
+    assert math.hypot(*stats.grad_norms.values()) == pytest.approx(stats.grad_norm)
+
+
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        ("model.embed_tokens.weight", "embeddings"),
+        ("transformer.wpe.weight", "embeddings"),
+        ("model.layers.0.self_attn.q_proj.weight", "attention"),
+        ("model.layers.0.self_attn.q_norm.weight", "norms"),
+        ("model.layers.0.post_attention_layernorm.weight", "norms"),
+        ("transformer.h.1.ln_2.bias", "norms"),
+        ("model.layers.0.mlp.experts.gate_up_proj", "mlp"),
+        ("lm_head.weight", "head"),
+        ("embed_out.weight", "head"),
+        ("value_head.weight", "value_head"),
+        ("model.layers.0.self_attn.q_proj.lora_A.default.weight", "lora"),
+        ("something.weight", "other"),
+    ],
+)
+def test_a_parameter_belongs_to_the_group_its_name_says(name: str, group: str) -> None:
+    """Llama's, GPT-2's and our own names."""
+    assert module_group(name) == group
+    assert group in names.M_GRAD_NORM_GROUPS
+
+
+def test_metrics_of_a_step_cover_all_its_updates() -> None:
+    """Norms and changed weights are means over the updates, their maximum is apart, the rate is the last."""
+    updates = [
+        OptimizerStats(5.0, 0.1, 0.5, {"mlp": 3.0, "attention": 4.0}),
+        OptimizerStats(1.0, 0.2, 0.7, {"mlp": 1.0, "attention": 0.0}),
+    ]
+    assert update_metrics(updates) == pytest.approx(
+        {
+            "optim/grad_norm": 3.0,
+            "optim/grad_norm_max": 5.0,
+            "optim/grad_norm/mlp": 2.0,
+            "optim/grad_norm/attention": 2.0,
+            "optim/learning_rate": 0.2,
+            "optim/weights_changed": 0.6,
+        }
+    )
