@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from core_trainer.batching import PackedBatch, TrainSample, micro_batches, pack
 from core_trainer.logprobs import TokenScores, token_scores
+from rlinsight.errors import ModelError
+
+
+def checkpoint_layers(model: PreTrainedModel) -> None:
+    """Make a backward pass keep each layer's input only and compute the layer again (arXiv 1604.06174).
+
+    transformers' own switch acts in training mode alone, where models may have dropout; ours stay in evaluation mode.
+    Raises ModelError for a model whose layers are not marked for it.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ModelError(
+            f"{model.config.model_type} models have no layers to recompute; set trainer.gradient_checkpointing: false"
+        )
+    for layer in layers:
+        layer.forward = partial(_recomputed, layer.forward)  # type: ignore[method-assign]
+
+
+def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    # Nothing in a layer draws random numbers, so none need be drawn again.
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
 def hidden_states(model: PreTrainedModel, batch: PackedBatch) -> Tensor:

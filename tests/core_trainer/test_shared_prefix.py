@@ -10,7 +10,7 @@ import torch
 
 from core_trainer import attention, models
 from core_trainer.batching import TrainSample, micro_batches, pack, padded_tokens
-from core_trainer.forward import log_probs, sample_log_probs
+from core_trainer.forward import checkpoint_layers, log_probs, sample_log_probs, sample_scores
 
 
 def make_sample(rng: np.random.Generator, group: int, index: int, prompt: np.ndarray, length: int) -> TrainSample:
@@ -122,3 +122,53 @@ def test_models_it_cannot_express_are_refused(tiny_model: Path) -> None:
     model.config.sliding_window = 128
     with pytest.raises(ModelError, match="sliding window"):
         attention.enable(model)
+
+
+def test_recomputed_layers_give_the_same_gradients_and_keep_less(tiny_model: Path) -> None:
+    """Gradient checkpointing: the same bits of log-probs and gradients, from a fraction of the saved activations."""
+    found = []
+    for recompute in (False, True):
+        model = models.load_model(tiny_model, torch.float32)
+        attention.enable(model)
+        if recompute:
+            checkpoint_layers(model)
+        weights = {p.data_ptr() for p in model.parameters()}
+        kept: dict[int, int] = {}  # bytes by address
+
+        def keep(x: torch.Tensor, kept: dict[int, int] = kept, weights: set[int] = weights) -> torch.Tensor:
+            if x.data_ptr() not in weights:
+                kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        batch = pack(ragged_samples())
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            values, _ = log_probs(model, batch, 0.7)
+        (values * batch.gather("advantages")).sum().backward()
+        found.append((values.detach(), [p.grad for p in model.parameters()], sum(kept.values())))
+    (plain, plain_grads, plain_bytes), (ours, grads, kept_bytes) = found
+    assert torch.equal(ours, plain)
+    assert all(torch.equal(a, b) for a, b in zip(grads, plain_grads, strict=True))
+    assert kept_bytes < 0.3 * plain_bytes
+
+
+def test_a_model_without_marked_layers_is_refused_recomputation() -> None:
+    """The error names the option to switch off."""
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from rlinsight.errors import ModelError
+
+    with pytest.raises(ModelError, match=r"set trainer\.gradient_checkpointing: false"):
+        checkpoint_layers(PreTrainedModel(PretrainedConfig()))
+
+
+def test_scores_of_samples_come_by_name_and_in_order(pair: tuple) -> None:
+    """Squares are there when asked for, in the samples' order whatever the micro-batches; no samples, no arrays."""
+    _, ours = pair
+    samples = ragged_samples()
+    whole, parts = (sample_scores(ours, samples, 0.7, budget, sum_pi_squared=True) for budget in (10_000, 13))
+    assert list(whole) == ["log_probs", "entropy", "sum_pi_squared"]
+    for name, arrays in whole.items():
+        for sample, mine, theirs in zip(samples, arrays, parts[name], strict=True):
+            assert mine.shape == (sample.num_tokens,)
+            np.testing.assert_allclose(mine, theirs, atol=1e-5)
+    assert sample_scores(ours, [], 0.7, 13) == {"log_probs": [], "entropy": []}
