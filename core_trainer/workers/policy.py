@@ -105,13 +105,19 @@ class PolicyWorker(Worker):
         advantages = batch.gather("advantages")
         weights = batch.per_token("token_weight") * mask
         loss, ratio, clipped = policy_losses.ppo_clip(
-            current, old, advantages, algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip
+            current,
+            old,
+            advantages,
+            mask,
+            clip_low=algorithm.clip_low,
+            clip_high=algorithm.clip_high,
+            dual_clip=algorithm.dual_clip,
         )
         policy_loss = total = (loss * weights).sum()
         ref, kl_loss = None, torch.zeros(())
         if algorithm.kl_coef:
             ref = batch.gather("ref_log_probs")
-            kl_loss = (kl.ESTIMATORS[algorithm.kl_estimator](current, ref) * weights).sum()
+            kl_loss = (kl.estimate(algorithm.kl_estimator, current, ref) * weights).sum()
             total = policy_loss + algorithm.kl_coef * kl_loss
         total.backward()
         self.optimizer.accumulate()

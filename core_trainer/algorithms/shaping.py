@@ -1,0 +1,89 @@
+"""Which rollouts of a step are learnt from, and what their length costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from core_trainer.algorithms.registry import group_filter
+from rlinsight.errors import ConfigError
+
+STALE = "stale"  # reason of rollouts that ``fresh`` drops
+
+
+class Selection(NamedTuple):
+    """The rollouts that are kept, and why others are not."""
+
+    keep: Tensor  # [B] bool
+    reasons: list[str | None]  # None for a rollout that is kept
+
+
+def overlong(lengths: Tensor, *, max_length: int, buffer: int, factor: float = 1.0) -> Tensor:
+    """DAPO's soft penalty on the last tokens before the cap (arXiv 2503.14476), to be added to the reward.
+
+    min(-(length - (max_length - buffer)) / buffer factor, 0); lengths [B] tokens -> [B] float64.
+    """
+    if not 0 < buffer <= max_length:
+        raise ConfigError(f"overlong buffer={buffer} is not between 1 and the cap of {max_length} tokens; change it")
+    return (-(lengths.double() - (max_length - buffer)) / buffer * factor).clamp(max=0)
+
+
+def select(checks: Mapping[str, Tensor]) -> Selection:
+    """Keep what passes every check; the first one failed is the reason. Each [B] bool, by its reason, in order."""
+    if not checks:
+        raise ValueError("no checks to select by")
+    keep = torch.stack(list(checks.values())).all(dim=0)
+    failed = zip(*(check.tolist() for check in checks.values()), strict=True)
+    reasons = [next((name for name, passed in zip(checks, row, strict=True) if not passed), None) for row in failed]
+    return Selection(keep, reasons)
+
+
+def fresh(policy_versions: Tensor, *, policy_version: int, max_staleness: int) -> Tensor:
+    """Rollouts sampled at most ``max_staleness`` optimizer steps ago. policy_versions [B] int64 -> [B] bool."""
+    return policy_version - policy_versions <= max_staleness
+
+
+@group_filter("zero_variance")
+def zero_variance(rewards: Tensor, groups: Tensor) -> Tensor:
+    """Groups whose rewards differ at all: others have no signal relative to their group (DAPO, arXiv 2503.14476).
+
+    rewards [B], groups [B] -> [B] bool. Compares lowest and highest, where a std of equal rewards may round above 0. A
+    group of one has no signal.
+    """
+    index, zeros = _index(groups)
+    highest = zeros.index_reduce(0, index, rewards.double(), "amax", include_self=False)
+    lowest = zeros.index_reduce(0, index, rewards.double(), "amin", include_self=False)
+    return (highest > lowest)[index]
+
+
+@group_filter("too_hard")
+def too_hard(rewards: Tensor, groups: Tensor, *, min_reward: float) -> Tensor:
+    """Groups of mean reward ``min_reward`` or more. rewards [B], groups [B] -> [B] bool."""
+    return _means(rewards, groups) >= min_reward
+
+
+@group_filter("too_easy")
+def too_easy(rewards: Tensor, groups: Tensor, *, max_reward: float) -> Tensor:
+    """Groups of mean reward ``max_reward`` or less. rewards [B], groups [B] -> [B] bool."""
+    return _means(rewards, groups) <= max_reward
+
+
+@group_filter("too_small")
+def too_small(groups: Tensor, *, min_size: int = 2) -> Tensor:
+    """Groups of at least ``min_size`` rollouts, when some were lost. groups [B] -> [B] bool."""
+    index, zeros = _index(groups)
+    return (zeros.index_add(0, index, torch.ones_like(index, dtype=torch.float64)) >= min_size)[index]
+
+
+def _index(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """Index [B] of each rollout's group among G, and zeros [G] float64."""
+    names, index = torch.unique(groups, return_inverse=True)
+    return index, torch.zeros(len(names), dtype=torch.float64)
+
+
+def _means(rewards: Tensor, groups: Tensor) -> Tensor:
+    index, zeros = _index(groups)
+    return zeros.index_reduce(0, index, rewards.double(), "mean", include_self=False)[index]
