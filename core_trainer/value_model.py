@@ -6,7 +6,8 @@ token is read at the row that predicts it, so V(s_t) has seen the prompt and the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,9 @@ from core_trainer.algorithms.values import value_loss
 from core_trainer.batching import PackedBatch, TrainSample, micro_batches, pack
 from core_trainer.checkpoint import WEIGHTS, copy_model_files, save_optimizer
 from core_trainer.forward import hidden_states
+from core_trainer.logprobs import TokenScores, token_scores
 from core_trainer.models import one_line
-from core_trainer.optimizer import MasterOptimizer
+from core_trainer.optimizer import MasterOptimizer, OptimizerStats
 from rlinsight import names
 from rlinsight.errors import CheckpointError, ModelError
 
@@ -76,6 +78,31 @@ def sample_values(
         arrays = batch.split(values(decoder, head, batch))
         found |= {sample.rollout_id: array for sample, array in zip(batch.samples, arrays, strict=True)}
     return [found[sample.rollout_id] for sample in samples]
+
+
+def scores_and_values(
+    model: PreTrainedModel, head: ValueHead, batch: PackedBatch, temperature: float, *, entropy_gradient: bool = False
+) -> tuple[TokenScores, Tensor]:
+    """What ``forward.scores`` and ``values`` give, from one pass through the backbone that the two share."""
+    hidden = hidden_states(model, batch)
+    weight = model.get_output_embeddings().weight  # type: ignore[union-attr]  # a causal model has an output layer
+    scores = token_scores(hidden, weight, batch.targets, temperature, entropy_gradient=entropy_gradient)
+    return scores, head(hidden)
+
+
+@torch.no_grad()
+def sample_log_probs_and_values(
+    model: PreTrainedModel, head: ValueHead, samples: Sequence[TrainSample], temperature: float, token_budget: int
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Log-probs [T] and values [T] of each sample's tokens, in the order of ``samples``."""
+    found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    for part in micro_batches(samples, token_budget):
+        batch = pack(part, model.device)
+        scores, current = scores_and_values(model, head, batch, temperature)
+        columns = zip(batch.samples, batch.split(scores.log_probs), batch.split(current), strict=True)
+        found |= {sample.rollout_id: (log_probs, array) for sample, log_probs, array in columns}
+    ordered = [found[sample.rollout_id] for sample in samples]
+    return [log_probs for log_probs, _ in ordered], [array for _, array in ordered]
 
 
 # Loss and statistics -------------------------------------------------------------------------------------------------
@@ -173,6 +200,14 @@ def weighted_value_loss(current: Tensor, batch: PackedBatch, clip: float | None)
     return total, stats
 
 
+def critic_metrics(updates: Sequence[OptimizerStats]) -> dict[str, float]:
+    """Step metrics of the optimizer steps, at least one, of a critic of its own."""
+    return {
+        names.M_CRITIC_GRAD_NORM: sum(update.grad_norm for update in updates) / len(updates),
+        names.M_CRITIC_LR: updates[-1].learning_rate,
+    }
+
+
 # Files ---------------------------------------------------------------------------------------------------------------
 
 
@@ -237,26 +272,34 @@ def save(directory: Path, model: ValueModel, source: Path, optimizer: MasterOpti
     ``optimizer`` holds ``model``; ``source`` is where the config and tokenizer come from.
     """
     masters = optimizer.named_master(model)
-    decoder, head = (
-        {name.removeprefix(part): tensor for name, tensor in masters.items() if name.startswith(part)}
-        for part in ("decoder.", "value_head.")
-    )
     known = {id(parameter) for parameter in model.parameters()}
     state = model.decoder.state_dict(keep_vars=True)
     kept = {name: tensor for name, tensor in state.items() if id(tensor) not in known}
-    try:
+    with _writing(directory):
         copy_model_files(source, directory)
         model.decoder.config.architectures = [type(model.decoder).__name__]
         model.decoder.config.save_pretrained(directory)
-        save_file({**decoder, **kept}, directory / WEIGHTS, metadata={"format": "pt"})
-        save_head(directory, head)
+        decoder = {**_below("decoder.", masters), **kept}
+        save_file(decoder, directory / WEIGHTS, metadata={"format": "pt"})
         save_optimizer(directory, optimizer, optimizer.num_updates)
+    save_head(directory, masters)
+
+
+def save_head(directory: Path, masters: Mapping[str, Tensor]) -> None:
+    """Write the head among ``masters``, named weights of a module that holds it as ``value_head``."""
+    with _writing(directory):
+        save_file(_below("value_head.", masters), directory / HEAD)
+
+
+def _below(prefix: str, masters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in masters.items() if name.startswith(prefix)}
+
+
+@contextmanager
+def _writing(directory: Path) -> Iterator[None]:
+    try:
+        yield
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"critic {directory} cannot be written ({error}); free some space or set another run.dir"
         ) from None
-
-
-def save_head(directory: Path, masters: dict[str, Tensor]) -> None:
-    """Write the masters of a head, by the names ``ValueHead`` gives its parameters."""
-    save_file(masters, directory / HEAD)

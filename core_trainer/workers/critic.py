@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from core_trainer import attention, checkpoint, models, value_model
 from core_trainer.batching import TrainSample, micro_batches, pack
+from core_trainer.forward import checkpoint_layers
 from core_trainer.job import Job
 from core_trainer.optimizer import MasterOptimizer, OptimizerStats
 from core_trainer.value_model import ValueStats
@@ -64,6 +65,8 @@ class CriticWorker(Worker):
         for parameter in self.decoder.parameters():  # not model.to(): rotary tables stay in float32
             parameter.data = parameter.data.to(compute_dtype)
         attention.enable(self.decoder)
+        if self.trainer.gradient_checkpointing:
+            checkpoint_layers(self.decoder)
         if resume is not None:
             checkpoint.load_optimizer(resume, self.optimizer)
 

@@ -119,6 +119,31 @@ def test_bfloat16_keeps_the_head_in_float32(tmp_path: Path, tiny_model: Path) ->
     assert not torch.equal(masters["decoder.norm.weight"], worker.decoder.norm.weight.float())  # type: ignore[union-attr]
 
 
+def test_recomputed_layers_change_no_bit(tmp_path: Path, tiny_model: Path) -> None:
+    """trainer.gradient_checkpointing reaches the critic, and gives the same loss and gradient."""
+    gradients = []
+    for recompute in (False, True):
+        worker = make_worker(tiny_model, tmp_path, trainer={"gradient_checkpointing": recompute})
+        calls = count_calls(worker.decoder)
+        stats = worker.forward_backward(valued_samples())
+        gradients.append((stats, calls[0], worker.optimizer.gradient))
+    (plain, once, expected), (same, twice, gradient) = gradients
+    assert plain == same
+    assert twice == 2 * once
+    assert torch.equal(gradient, expected)
+
+
+def count_calls(decoder: torch.nn.Module) -> list[int]:
+    """A counter of how often the first layer's attention runs."""
+    calls = [0]
+
+    def count(*_: Any) -> None:
+        calls[0] += 1
+
+    decoder.layers[0].self_attn.register_forward_hook(count)  # type: ignore[index,union-attr]
+    return calls
+
+
 def test_it_learns_fixed_returns(tmp_path: Path, tiny_model: Path) -> None:
     """Returns that depend on the prompt and on the token reached are explained by more than 90%."""
     worker = make_worker(tiny_model, tmp_path, learning_rate=3e-3, clip=None)

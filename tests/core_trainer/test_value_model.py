@@ -16,10 +16,11 @@ from safetensors.torch import load_file, save_file
 from core_trainer import attention, models, value_model
 from core_trainer.algorithms.values import explained_variance
 from core_trainer.batching import TrainSample, pack
+from core_trainer.forward import scores
 from core_trainer.optimizer import MasterOptimizer
 from core_trainer.value_model import HEAD, Moments, ValueHead, ValueModel, ValueStats, weighted_value_loss
 from rlinsight.config import TrainerSection
-from rlinsight.errors import ModelError
+from rlinsight.errors import CheckpointError, ModelError
 from tests.core_trainer.test_shared_prefix import ragged_samples
 
 
@@ -73,6 +74,54 @@ def test_a_head_on_the_policy_reads_the_same_states(tiny_model: Path, budget: in
         value_model.sample_values(policy, critic.value_head, samples, budget), expected, strict=True
     ):
         np.testing.assert_allclose(mine, theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.01])
+def test_a_shared_backbone_gets_both_gradients(tiny_model: Path, entropy_coef: float) -> None:
+    """One pass gives the policy's log-probs and the values, and the gradient of both losses, as two passes do."""
+    samples = valued_samples()
+    batch = pack(samples)
+    gradients, outputs = [], []
+    for shared in (True, False):
+        policy, head = models.load_model(tiny_model, torch.float32), ValueHead(64, 5)
+        attention.enable(policy)
+        if shared:
+            found, current = value_model.scores_and_values(policy, head, batch, 0.7, entropy_gradient=entropy_coef > 0)
+        else:
+            found = scores(policy, batch, 0.7, entropy_gradient=entropy_coef > 0)
+            current = value_model.values(policy, head, batch)
+        value_loss, _ = weighted_value_loss(current, batch, 0.2)
+        policy_loss = (found.log_probs * batch.gather("advantages")).sum() - entropy_coef * found.entropy.sum()
+        (policy_loss + 0.1 * value_loss).backward()
+        both = torch.nn.ModuleDict({"model": policy, "value_head": head})
+        gradients.append({name: p.grad for name, p in both.named_parameters()})
+        outputs.append((found.log_probs.detach(), current.detach()))
+        if shared:
+            arrays = value_model.sample_log_probs_and_values(policy, head, samples, 0.7, 30)
+            for mine, whole in zip(arrays, outputs[0], strict=True):
+                np.testing.assert_allclose(np.concatenate(mine), whole.numpy(), atol=1e-5)
+    for mine, theirs in zip(*outputs, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=0)
+    for name, theirs in gradients[1].items():
+        torch.testing.assert_close(gradients[0][name], theirs, atol=1e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_a_shared_head_lives_in_the_policys_optimizer_and_in_its_own_file(tiny_model: Path, tmp_path: Path) -> None:
+    """One optimizer updates backbone and head; the head's masters are saved apart and read back bit for bit."""
+    policy, head = models.load_model(tiny_model, torch.float32), value_model.load_head(tiny_model, 64, 5)
+    attention.enable(policy)
+    both = torch.nn.ModuleDict({"model": policy, "value_head": head})
+    optimizer = MasterOptimizer(both, TrainerSection(learning_rate=1e-3), torch.float32)
+    batch = pack(valued_samples())
+    weighted_value_loss(value_model.values(policy, head, batch), batch, None)[0].backward()
+    optimizer.accumulate()
+    stats = optimizer.step(1)
+    assert stats.grad_norms["value_head"] > 0
+    value_model.save_head(tmp_path, optimizer.named_master(both))
+    again = value_model.load_head(tmp_path, 64, None)
+    assert torch.equal(again.weight, head.weight)
+    assert torch.equal(again.bias, head.bias)
+    assert not torch.equal(again.weight, ValueHead(64, 5).weight)
 
 
 def test_a_new_head_is_drawn_from_its_seed() -> None:
@@ -170,7 +219,7 @@ def test_loss_and_statistics_equal_a_naive_loop(clip: float | None) -> None:
             gradient.append(sample.token_weight * slope)
             returns.append(target)
             errors.append(target - old)
-    assert float(loss) == stats.loss == pytest.approx(total, rel=1e-5)
+    assert float(loss.detach()) == stats.loss == pytest.approx(total, rel=1e-5)
     assert (stats.num_clipped, stats.num_tokens) == (cut, len(returns))
     assert (cut > 0) == (clip is not None)
     torch.testing.assert_close(current.grad, torch.tensor(gradient), atol=1e-6, rtol=1e-5)
@@ -272,3 +321,13 @@ def test_what_a_saved_critic_lacks_is_named(saved: Path, tiny_model: Path) -> No
     weights.pop("model.layers.1.mlp.up_proj.weight")
     save_file(weights, saved / "model.safetensors", metadata={"format": "pt"})
     assert "lacks 1 weights, such as layers.1.mlp.up_proj.weight" in refusal(saved)
+
+
+def test_a_folder_that_cannot_be_written_is_one_clear_error(tiny_model: Path, tmp_path: Path) -> None:
+    """Not a traceback of the library that met it."""
+    model = value_model.load(tiny_model, 3)
+    optimizer = MasterOptimizer(model, TrainerSection(), torch.float32)
+    with pytest.raises(CheckpointError, match="gone cannot be written"):
+        value_model.save(tmp_path / "gone", model, tiny_model, optimizer)
+    with pytest.raises(CheckpointError, match="gone cannot be written"):
+        value_model.save_head(tmp_path / "gone", optimizer.named_master(model))
