@@ -155,10 +155,10 @@ class Controller:
             yield span
 
     def _score(self, rollouts: list[Rollout], step: int) -> list[Rollout]:
-        rewards = self.reward.call("score", rollouts, step=step)[0]
-        for rollout, reward in zip(rollouts, rewards, strict=True):
-            rollout.reward = reward
-        return rollouts
+        results = self.reward.call("score", rollouts, step=step)[0]
+        for rollout, result in zip(rollouts, results, strict=True):
+            rollout.reward = result.reward
+        return [rollout for rollout in rollouts if rollout.reward is not None]  # reward.on_error: drop
 
     def _old_log_probs(self, samples: list[TrainSample], step: int, phase: Span) -> None:
         if self.config.algorithm.num_epochs == self.config.algorithm.num_mini_batches == 1:

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from core_trainer.rewards.scorer import RewardScorer
-from core_trainer.rewards.types import Component, RewardInput, RewardResult
+from core_trainer.rewards.types import Component, ComponentFailed, RewardInput, RewardResult
 
-__all__ = ["Component", "RewardInput", "RewardResult", "RewardScorer"]
+__all__ = ["Component", "ComponentFailed", "RewardInput", "RewardResult", "RewardScorer"]

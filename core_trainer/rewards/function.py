@@ -10,11 +10,11 @@ import numbers
 import os
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from core_trainer.rewards.types import RewardInput, Verdict
+from core_trainer.rewards.types import Outcome, RewardInput, Verdict
 from core_trainer.tasks import hint
 from rlinsight.config import FunctionReward
 from rlinsight.errors import ConfigError
@@ -22,15 +22,15 @@ from rlinsight.errors import ConfigError
 _GIVEN = ("prompt", "response", "answer")
 
 
-class FunctionVerifier:
-    """Calls ``function(prompt=, response=, answer=, <columns it names>, <kwargs>)`` with the arguments it declares."""
+class _Function:
+    """The function and the arguments it declares: prompt, response, answer, columns it names, kwargs."""
 
     def __init__(self, section: FunctionReward) -> None:
         """Imports the function. Raises ConfigError when it is not there or its arguments cannot be filled."""
-        self._function = load_function(section.function)
+        self.call = load_function(section.function)
         self._kwargs = section.kwargs
-        self.is_async = inspect.iscoroutinefunction(self._function)
-        parameters = inspect.signature(self._function).parameters.values()
+        self.is_async = inspect.iscoroutinefunction(self.call)
+        parameters = inspect.signature(self.call).parameters.values()
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         self._names = {p.name for p in named}
@@ -48,19 +48,73 @@ class FunctionVerifier:
         required = {p.name for p in named if p.default is p.empty}
         self.required_columns = frozenset(required - set(_GIVEN) - set(section.kwargs) - {"data_source"})
 
+    def arguments(self, columns: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        """What the function takes of ``columns``, the kwargs and ``given``, the latter first."""
+        available = {**columns, **self._kwargs, **given}
+        return available if self._takes_all else {k: v for k, v in available.items() if k in self._names}
+
+
+class FunctionVerifier:
+    """Calls ``function(prompt=, response=, answer=, <columns it names>, <kwargs>)`` with the arguments it declares."""
+
+    def __init__(self, section: FunctionReward) -> None:
+        """Raises ConfigError for a function that cannot be called."""
+        self._function = _Function(section)
+        self.is_async, self.required_columns = self._function.is_async, self._function.required_columns
+
     def __call__(self, item: RewardInput) -> list[Verdict] | Awaitable[list[Verdict]]:
         """Raises whatever the function raises, and TypeError or ValueError for what is no score."""
-        available = {
-            **item.prompt.columns,
-            "data_source": item.prompt.data_source,
-            **self._kwargs,
-            "prompt": item.prompt.text,
-            "response": item.response,
-            "answer": item.prompt.answer,
-        }
-        taken = available if self._takes_all else {k: v for k, v in available.items() if k in self._names}
-        result = self._function(**taken)
+        prompt = item.prompt
+        columns = {**prompt.columns, "data_source": prompt.data_source}
+        given = {"prompt": prompt.text, "response": item.response, "answer": prompt.answer}
+        result = self._function.call(**self._function.arguments(columns, given))
         return _verdicts_later(result) if self.is_async else _verdicts(result)
+
+
+class BatchVerifier:
+    """Calls the function once for many rollouts: prompt, response, answer and columns are lists, kwargs are not.
+
+    A column that only some prompts have is None at the others.
+    """
+
+    def __init__(self, section: FunctionReward) -> None:
+        """Raises ConfigError for a function that cannot be called."""
+        self._function = _Function(section)
+        self.is_async, self.required_columns = self._function.is_async, self._function.required_columns
+
+    def __call__(self, items: Sequence[RewardInput]) -> list[Outcome] | Awaitable[list[Outcome]]:
+        """One outcome per item. Raises whatever the function raises, and TypeError when it returns no such list."""
+        prompts = [item.prompt for item in items]
+        names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
+        columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
+        columns["data_source"] = [prompt.data_source for prompt in prompts]
+        given = {
+            "prompt": [prompt.text for prompt in prompts],
+            "response": [item.response for item in items],
+            "answer": [prompt.answer for prompt in prompts],
+        }
+        result = self._function.call(**self._function.arguments(columns, given))
+        return _outcomes_later(result, len(items)) if self.is_async else _outcomes(result, len(items))
+
+
+async def _outcomes_later(result: Awaitable[Any], size: int) -> list[Outcome]:
+    return _outcomes(await result, size)
+
+
+def _outcomes(result: Any, size: int) -> list[Outcome]:
+    """What is no score at one place fails that rollout alone."""
+    _refuse_coroutine(result)
+    if isinstance(result, str | Mapping) or not hasattr(result, "__len__"):
+        raise TypeError(f"returned {type(result).__name__}; a batched function returns a list")
+    if len(result) != size:
+        raise ValueError(f"returned {len(result)} scores for {size} responses; return one for each")
+    outcomes = []
+    for score in result:
+        try:
+            outcomes.append(Outcome(tuple(_verdicts(score))))
+        except (TypeError, ValueError) as error:
+            outcomes.append(Outcome(error=str(error)))
+    return outcomes
 
 
 async def _verdicts_later(result: Awaitable[Any]) -> list[Verdict]:
@@ -68,14 +122,18 @@ async def _verdicts_later(result: Awaitable[Any]) -> list[Verdict]:
 
 
 def _verdicts(result: Any) -> list[Verdict]:
-    if inspect.iscoroutine(result):
-        result.close()
-        raise TypeError("returned a coroutine; declare the function with async def")
+    _refuse_coroutine(result)
     if not isinstance(result, Mapping):
         return [Verdict(_number(result, ""))]
     if not result:
         raise ValueError("returned an empty mapping; return at least one component")
     return [Verdict(_number(value, f" for {part!r}"), part=str(part)) for part, value in result.items()]
+
+
+def _refuse_coroutine(result: Any) -> None:
+    if inspect.iscoroutine(result):
+        result.close()
+        raise TypeError("returned a coroutine; declare the function with async def")
 
 
 def _number(value: Any, where: str) -> float:

@@ -30,10 +30,10 @@ class MathVerifyVerifier:
             raise ValueError(f"answer {item.prompt.answer!r} is not a mathematical expression")
         found = parse(item.response, parsing_timeout=0)
         if not found:
-            return [Verdict(0.0, "no_answer", f"no expression in the response; answer {expected[-1]}")]
+            return [Verdict(0.0, "no_answer", f"no expression in the response; answer {expected[-1]}", answer="")]
         correct = verify(expected, found, timeout_seconds=0)
         explanation = f"found {found[-1]}, answer {expected[-1]}"
-        return [Verdict(float(correct), "correct" if correct else "wrong", explanation)]
+        return [Verdict(float(correct), "correct" if correct else "wrong", explanation, answer=str(found[0]))]
 
 
 @lru_cache(maxsize=4096)  # every rollout of a group has the same answer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core_trainer.rewards.types import RewardInput, Verdict
+from core_trainer.rewards.types import Outcome, RewardInput
 from rlinsight.config import DataSection, RewardFunction
 
 
@@ -13,7 +13,7 @@ class Setup:
     """First message to a process: the functions it will be asked for, by index."""
 
     functions: tuple[RewardFunction, ...]
-    data: DataSection
+    datasets: tuple[DataSection, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +40,27 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Score one item with one function."""
+    """Score items with one function: several when it is batched, else one."""
 
     call_id: int
     function: int
-    item: RewardInput
+    items: tuple[RewardInput, ...]
     timeout_s: float
+
+    def failed(self, error: str, latency_s: float) -> Reply:
+        """The reply to a call that failed as a whole."""
+        return Reply(self.call_id, tuple(Outcome(error=error) for _ in self.items), latency_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Answer to Call: verdicts, or the error that took their place."""
+    """Answer to Call: an outcome for each item."""
 
     call_id: int
-    verdicts: tuple[Verdict, ...]
-    error: str | None
+    outcomes: tuple[Outcome, ...]
     latency_s: float
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether any of the items could not be scored."""
+        return any(outcome.error is not None for outcome in self.outcomes)

@@ -39,9 +39,6 @@ def last_number(text: str) -> Fraction | None:
 class NumericVerifier:
     """1 when the last number of the response equals the answer's, else 0."""
 
-    is_async = False
-    required_columns = frozenset[str]()
-
     def __init__(self, section: NumericReward) -> None:
         self._tolerance = Fraction(section.tolerance)
 
@@ -50,10 +47,10 @@ class NumericVerifier:
         expected = answer_number(item.prompt.answer)
         found = last_number(item.response)
         if found is None:
-            return [Verdict(0.0, "no_number", f"no number in the response; answer {_show(expected)}")]
+            return [Verdict(0.0, "no_number", f"no number in the response; answer {_show(expected)}", answer="")]
         correct = self._equal(found, expected)
         explanation = f"last number {_show(found)}, answer {_show(expected)}"
-        return [Verdict(float(correct), "correct" if correct else "wrong", explanation)]
+        return [Verdict(float(correct), "correct" if correct else "wrong", explanation, answer=str(found))]
 
     def _equal(self, a: Fraction, b: Fraction) -> bool:
         if a.denominator == b.denominator == 1:  # a relative tolerance would accept 1000001 for 1000000

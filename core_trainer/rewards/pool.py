@@ -99,7 +99,7 @@ class ProcessPool:
                 self._dispatch(pending)
                 for process in self._heard_from(bool(pending)):
                     replies.update((reply.call_id, reply) for reply in self._collect(process, pending))
-                if stop_on_error and any(reply.error for reply in replies.values()):
+                if stop_on_error and any(reply.has_failed for reply in replies.values()):
                     break
         finally:
             for process in [process for process in self._processes if process.calls]:
@@ -169,7 +169,7 @@ class ProcessPool:
             self._alone.update(call.call_id for call in calls)
             pending.extend(calls)
             return []
-        return [Reply(call.call_id, (), error, time.monotonic() - process.sent_at) for call in calls]
+        return [call.failed(error, time.monotonic() - process.sent_at) for call in calls]
 
     def _receive(self, process: _Process) -> Reply | None:
         """One message. Raises EOFError when a process that was ready has ended, RewardError when one cannot start."""

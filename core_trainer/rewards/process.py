@@ -14,9 +14,9 @@ import threading
 import time
 from multiprocessing.connection import Connection
 
-from core_trainer.rewards.function import describe
+from core_trainer.rewards.function import BatchVerifier, describe
 from core_trainer.rewards.messages import Call, Ready, Refused, Reply, Setup, Traits
-from core_trainer.rewards.types import Verifier
+from core_trainer.rewards.types import Outcome, RewardInput, Verifier
 from core_trainer.rewards.verifiers import make_verifier
 from rlinsight.errors import ConfigError
 
@@ -26,10 +26,10 @@ def main() -> None:
     connection = Connection(int(sys.argv[1]))
     threading.Thread(target=_die_with_parent, daemon=True).start()
     setup: Setup = connection.recv()
-    verifiers: list[Verifier] = []
+    verifiers: list[Verifier | BatchVerifier] = []
     for function in setup.functions:
         try:
-            verifiers.append(make_verifier(function, setup.data))
+            verifiers.append(make_verifier(function, setup.datasets))
         except ConfigError as error:
             connection.send(Refused(str(error)))
             return
@@ -43,7 +43,7 @@ def _die_with_parent() -> None:
     os._exit(1)
 
 
-async def _serve(connection: Connection, verifiers: list[Verifier]) -> None:
+async def _serve(connection: Connection, verifiers: list[Verifier | BatchVerifier]) -> None:
     loop = asyncio.get_running_loop()
     closed = loop.create_future()
     running: set[asyncio.Task[None]] = set()
@@ -63,18 +63,27 @@ async def _serve(connection: Connection, verifiers: list[Verifier]) -> None:
     await closed
 
 
-async def _answer(connection: Connection, call: Call, verifier: Verifier) -> None:
+async def _answer(connection: Connection, call: Call, verifier: Verifier | BatchVerifier) -> None:
     started = time.perf_counter()
-    verdicts, error = (), None
+    outcomes, error = (), None
     try:
         async with asyncio.timeout(call.timeout_s) as limit:
-            result = verifier(call.item)
-            verdicts = tuple(await result if inspect.isawaitable(result) else result)
+            outcomes = await _outcomes(verifier, call.items)
     except TimeoutError as raised:
         error = f"timed out after {call.timeout_s:g} s" if limit.expired() else describe(raised)
     except (Exception, SystemExit) as raised:
         error = describe(raised)
-    connection.send(Reply(call.call_id, verdicts, error, time.perf_counter() - started))
+    latency_s = time.perf_counter() - started
+    connection.send(Reply(call.call_id, outcomes, latency_s) if error is None else call.failed(error, latency_s))
+
+
+async def _outcomes(verifier: Verifier | BatchVerifier, items: tuple[RewardInput, ...]) -> tuple[Outcome, ...]:
+    if isinstance(verifier, BatchVerifier):
+        result = verifier(items)
+        return tuple(await result if inspect.isawaitable(result) else result)
+    (item,) = items
+    result = verifier(item)
+    return (Outcome(tuple(await result if inspect.isawaitable(result) else result)),)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from reasoning_gym.utils import extract_answer
 
 from core_trainer import tasks
@@ -15,9 +17,9 @@ class TaskVerifier:
     is_async = False
     required_columns = frozenset({"question", "metadata"})
 
-    def __init__(self, data: DataSection) -> None:
+    def __init__(self, datasets: Sequence[DataSection]) -> None:
         # Some tasks score by their own arguments; no score depends on the seed.
-        self._task = tasks.make(data, seed=0)
+        self._tasks = [tasks.make(data, seed=0) for data in datasets]
 
     def __call__(self, item: RewardInput) -> list[Verdict]:
         """Score one response against the generated item."""
@@ -27,6 +29,8 @@ class TaskVerifier:
             "metadata": item.prompt.columns["metadata"],
         }
         tagged = extract_answer(item.response)
-        score = float(self._task.score_answer(item.response.strip() if tagged is None else tagged, entry))
+        answer = item.response.strip() if tagged is None else tagged
+        score = float(self._tasks[item.dataset].score_answer(answer, entry))
         label = "correct" if score >= 1 else "partial" if score > 0 else "wrong"
-        return [Verdict(score, label, "scored the text in <answer> tags" if tagged is not None else None)]
+        seen = None if tagged is None else "scored the text in <answer> tags"
+        return [Verdict(score, label, seen, answer=answer)]

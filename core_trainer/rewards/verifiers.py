@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from core_trainer.rewards.function import BatchVerifier, FunctionVerifier
 from core_trainer.rewards.types import Verifier
 from rlinsight.config import (
     DataSection,
     FunctionReward,
+    JudgeReward,
     MathVerifyReward,
-    NumericReward,
     RegexReward,
     RewardFunction,
     TaskReward,
 )
 
 
-def make_verifier(section: RewardFunction, data: DataSection) -> Verifier:
-    """Raises ConfigError when the function cannot be used as configured."""
+def make_verifier(section: RewardFunction, datasets: Sequence[DataSection]) -> Verifier | BatchVerifier:
+    """One of those that run in a process of their own. Raises ConfigError when it cannot be used as configured."""
     match section:
-        case NumericReward():
-            from core_trainer.rewards.numeric import NumericVerifier
-
-            return NumericVerifier(section)
         case RegexReward():
             from core_trainer.rewards.regex import RegexVerifier
 
@@ -32,8 +31,13 @@ def make_verifier(section: RewardFunction, data: DataSection) -> Verifier:
         case TaskReward():
             from core_trainer.rewards.task import TaskVerifier
 
-            return TaskVerifier(data)
+            return TaskVerifier(datasets)
+        case FunctionReward(batched=True):
+            return BatchVerifier(section)
         case FunctionReward():
-            from core_trainer.rewards.function import FunctionVerifier
-
             return FunctionVerifier(section)
+        case JudgeReward():
+            from core_trainer.rewards.judged import JudgedVerifier
+
+            return JudgedVerifier(section)
+    raise AssertionError(f"{section.type} runs in the worker itself")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from core_trainer.job import Job
-from core_trainer.rewards import RewardInput, RewardResult, RewardScorer
+from core_trainer.rewards import ComponentFailed, RewardInput, RewardResult, RewardScorer
 from core_trainer.types import Prompt, Rollout
-from core_trainer.workers.base import Place, Worker
+from core_trainer.workers.base import Place, Worker, use_threads
 from rlinsight import names, telemetry
 from rlinsight.config import Config
+from rlinsight.errors import RewardError
 
 
 class RewardWorker(Worker):
@@ -23,20 +25,32 @@ class RewardWorker(Worker):
         self.scorer: RewardScorer | None = None
 
     def start(self, prompts: Sequence[Prompt]) -> None:
-        """Load every reward function. Raises ConfigError for one that cannot be used, DataError for the first prompt
-        that no response could score on.
+        """Load every reward function and model. Raises ConfigError or ModelError for one that cannot be used, DataError
+        for the first prompt that no response could score on.
         """
-        self.scorer = RewardScorer(self.config.reward, self.config.data)
+        use_threads(self.place.world_size)
+        validation = self.config.validation.datasets if self.config.validation is not None else []
+        datasets = [self.config.data, *(dataset.as_data(self.config.data) for dataset in validation)]
+        self.scorer = RewardScorer(self.config.reward, datasets)
         self.scorer.check(prompts)
 
-    def score(self, rollouts: Sequence[Rollout]) -> list[float]:
-        """Reward of each rollout, in order."""
-        items = [RewardInput(rollout.rollout_id, rollout.prompt, rollout.response_text) for rollout in rollouts]
+    def score(self, rollouts: Sequence[Rollout], dataset: int = 0) -> list[RewardResult]:
+        """Reward and components of each rollout, in order; ``dataset`` is 0 for training, n for the nth of validation.
+
+        Raises RewardError when a component failed and ``reward.on_error`` is fail; what failed is recorded first.
+        """
         assert self.scorer is not None, "start comes first"
-        results = self.scorer.score(items)
-        for rollout, result in zip(rollouts, results, strict=True):
-            _record(rollout, result)
-        return [result.reward for result in results]
+        items = [
+            RewardInput(rollout.rollout_id, rollout.prompt, rollout.response_text, rollout.num_response_tokens, dataset)
+            for rollout in rollouts
+        ]
+        try:
+            results = self.scorer.score(items)
+        except ComponentFailed as failure:
+            self._record(rollouts, failure.results)
+            raise RewardError(str(failure)) from None
+        self._record(rollouts, results)
+        return results
 
     def close(self) -> bool:
         """End the verifier processes and deliver what is recorded."""
@@ -44,9 +58,15 @@ class RewardWorker(Worker):
             self.scorer.close()
         return super().close()
 
+    def _record(self, rollouts: Sequence[Rollout], results: Sequence[RewardResult]) -> None:
+        by_id = {rollout.rollout_id: rollout for rollout in rollouts}
+        drops = self.config.reward.on_error == "drop"
+        for result in results:
+            _record(by_id[result.rollout_id], result, "dropped" if drops else "error")
 
-def _record(rollout: Rollout, result: RewardResult) -> None:
-    """In the rollout's trace: one event per component, one for their sum."""
+
+def _record(rollout: Rollout, result: RewardResult, failed: str) -> None:
+    """In the rollout's trace: one event per component, one for their sum. ``failed`` is the status of a failure."""
     identity = {names.ROLLOUT_ID: rollout.rollout_id, names.GROUP_ID: rollout.group_id}
     for component in result.components:
         attributes = {
@@ -58,10 +78,17 @@ def _record(rollout: Rollout, result: RewardResult) -> None:
             names.COMPONENT_LABEL: component.label if component.error is None else "error",
             names.COMPONENT_EXPLANATION: component.explanation if component.error is None else component.error,
         }
-        known = {name: value for name, value in attributes.items() if value is not None}
-        telemetry.event(names.REWARD_COMPONENT, known, carrier=rollout.carrier)
-    errors = [component.error for component in result.components if component.error is not None]
-    scored = {**identity, names.REWARD_VALUE: result.reward, names.STATUS: "error" if errors else "ok"}
-    if errors:
-        scored[names.REASON] = errors[0]
-    telemetry.event(names.ROLLOUT_SCORED, scored, carrier=rollout.carrier)
+        telemetry.event(names.REWARD_COMPONENT, _known(attributes), carrier=rollout.carrier)
+    if result.reward is None and result.error is None:  # the run ended before every component had spoken
+        return
+    scored = {
+        **identity,
+        names.REWARD_VALUE: result.reward,
+        names.STATUS: "ok" if result.error is None else failed,
+        names.REASON: result.error,
+    }
+    telemetry.event(names.ROLLOUT_SCORED, _known(scored), carrier=rollout.carrier)
+
+
+def _known(attributes: Mapping[Any, str | float | None]) -> dict[str, str | float]:
+    return {name: value for name, value in attributes.items() if value is not None}

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from pydantic import TypeAdapter
 
-from core_trainer.rewards import RewardInput, RewardScorer
+from core_trainer.rewards import ComponentFailed, RewardInput, RewardScorer
 from core_trainer.types import Prompt
 from rlinsight.config import DataSection, RewardSection
 from rlinsight.errors import ConfigError, DataError, RewardError
@@ -28,6 +28,10 @@ def columns(response, answer, level, data_source, factor=1): return factor * (le
 def everything(**columns): return len(columns)
 def parts(response): return {"short": len(response) < 3, "digits": numpy.float32(response.isdigit())}
 def raises(response): raise ValueError("no idea\\nwhat this is")
+def raises_on_b(response):
+    if response == "b":
+        raise ValueError("no b")
+    return 1
 def exits(response): raise SystemExit(3)
 def dies(response): os._exit(9)
 def hangs_on_b(response):
@@ -53,6 +57,16 @@ async def blocks_on_b(response):
         time.sleep(60)
     await asyncio.sleep(0.1)
     return 0.5
+def batch(response, answer, level, scale): return [scale * (a == r) + v for r, a, v in zip(response, answer, level)]
+def batch_parts(response): return [{"length": len(r), "one": 1} for r in response]
+async def batch_later(response):
+    await asyncio.sleep(0.01)
+    return numpy.arange(len(response))
+def batch_some(response): return [None if r == "b" else {"x": float("nan")} if r == "c" else 1 for r in response]
+def batch_short(response): return [1]
+def batch_number(response): return 1
+def batch_mapping(response): return {"a": [1, 2]}
+def batch_hangs(response): time.sleep(60)
 def only(response, /): return 1
 prints = lambda response: print("noise") or 1
 constant = 3
@@ -69,12 +83,12 @@ def user_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def scorer(*functions: dict[str, Any], data: str = "d.jsonl", **options: Any) -> RewardScorer:
     section = TypeAdapter(RewardSection).validate_python({"functions": list(functions), **options})
-    return RewardScorer(section, DataSection(train=data))
+    return RewardScorer(section, [DataSection(train=data)])
 
 
 def items(*responses: str, answer: str | None = "5", **columns: Any) -> list[RewardInput]:
     prompt = Prompt("d/0", "d", "prompt text", (1,), answer, columns)
-    return [RewardInput(f"r{i}", prompt, response) for i, response in enumerate(responses)]
+    return [RewardInput(f"r{i}", prompt, response, len(response)) for i, response in enumerate(responses)]
 
 
 @pytest.fixture
@@ -123,14 +137,14 @@ def test_task_reward_scores_as_the_task_does() -> None:
             items("5", "I think <answer>5.0</answer>", "<answer>6</answer>", question="2 + 3", metadata=metadata)
         )
     assert [r.components[0].label for r in results] == ["correct", "correct", "wrong"]
-    assert results[2].reward < 0.1
+    assert (results[2].reward or 0.0) < 0.1
 
 
 @pytest.mark.parametrize(
     ("name", "error"),
     [
         ("raises", "ValueError: no idea what this is (my_rewards.py line 9)"),
-        ("exits", "SystemExit: 3 (my_rewards.py line 10)"),
+        ("exits", "SystemExit: 3 (my_rewards.py line 14)"),
         ("dies", "its process ended with exit code 9"),
         ("nan", "ValueError: returned nan; return a finite number"),
         ("nothing", "TypeError: returned NoneType; return a number"),
@@ -165,8 +179,8 @@ def test_timeouts_end_the_call_and_spare_the_others(user: Callable[..., dict[str
         results = rewards.score(items("a", "b", "c", "d"))
         assert time.monotonic() - started < 10
         assert results[1].components[0].error == "timed out after 0.5 s"
-        assert [r.reward > 0 for r in results] == [True, False, True, True]
-        assert rewards.score(items("a"))[0].reward > 0
+        assert [bool(r.reward) for r in results] == [True, False, True, True]
+        assert rewards.score(items("a"))[0].reward == results[0].reward
     with scorer(user(name, timeout_s=0.5)) as rewards, pytest.raises(RewardError, match=r"timed out after 0.5 s; fix"):
         rewards.score(items("a", "b"))
 
@@ -181,7 +195,9 @@ def test_endless_regex_is_killed() -> None:
 def test_concurrency_limits_calls_in_flight(user: Callable[..., dict[str, Any]]) -> None:
     """Plain calls get a process each up to the limit; async calls run side by side in one."""
     with scorer(user("pid"), concurrency=2) as rewards:
-        pids = {result.reward for result in rewards.score(items(*"abcdefgh"))}
+        rewards.score(items(*"abcdefgh"))  # a second process is on its way, however slow the machine starts it
+        time.sleep(0.1)
+        pids = {result.reward for _ in range(3) for result in rewards.score(items(*"abcdefgh"))}
         assert len(pids) == 2
     with scorer(user("later"), concurrency=8) as rewards:
         rewards.score(items("a"))
@@ -281,8 +297,8 @@ def test_processes_die_with_a_killed_trainer(user_file: Path) -> None:
     code = (
         "from rlinsight.config import *\nfrom core_trainer.rewards import *\nfrom core_trainer.types import Prompt\n"
         f"f = FunctionReward(type='function', function='{user_file}:hangs_on_b', timeout_s=100)\n"
-        "s = RewardScorer(RewardSection(functions=[f]), DataSection(train='d.jsonl'))\nprint('started', flush=True)\n"
-        "s.score([RewardInput('r', Prompt('d/0', 'd', 't', (1,), None), 'b')])\n"
+        "s = RewardScorer(RewardSection(functions=[f]), [DataSection(train='d.jsonl')])\nprint('started', flush=True)\n"
+        "s.score([RewardInput('r', Prompt('d/0', 'd', 't', (1,), None), 'b', 1)])\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment) as trainer:
@@ -292,3 +308,113 @@ def test_processes_die_with_a_killed_trainer(user_file: Path) -> None:
         (child,) = psutil.Process(trainer.pid).children()
         trainer.kill()
         assert psutil.wait_procs([child], timeout=5)[1] == []
+
+
+def test_batched_functions_are_called_once_with_lists(user: Callable[..., dict[str, Any]]) -> None:
+    """Arguments are lists over the rollouts but for kwargs; numbers, parts and coroutines come back one each."""
+    functions = (
+        user("batch", batched=True, kwargs={"scale": 10}),
+        user("batch_parts", batched=True, weight=0.5),
+        user("batch_later", batched=True, weight=100),
+        user("length"),
+    )
+    with scorer(*functions) as rewards:
+        results = rewards.score([*items("5", level=2), *items("six", level=3)])
+    assert [[c.value for c in r.components] for r in results] == [[12, 1, 1, 0, 1], [3, 3, 1, 1, 3]]
+    assert [c.name for c in results[0].components][1:3] == ["batch_parts/length", "batch_parts/one"]
+    assert [r.reward for r in results] == [12 + 1 + 0 + 1, 3 + 2 + 100 + 3]
+
+
+def test_a_batched_function_fails_for_one_rollout_alone(user: Callable[..., dict[str, Any]]) -> None:
+    """None or NaN in the list fails its rollout; the others keep their scores."""
+    with scorer(user("batch_some", batched=True), {"type": "numeric"}, on_error="drop") as rewards:
+        results = rewards.score(items("5", "b", "c", "6"))
+    assert [r.reward for r in results] == [2.0, None, None, 1.0]
+    assert results[1].error == "batch_some: returned NoneType; return a number"
+    assert results[2].error == "batch_some: returned nan for 'x'; return a finite number"
+    assert [c.value for c in results[1].components] == [None, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("batch_short", "ValueError: returned 1 scores for 2 responses; return one for each"),
+        ("batch_number", "TypeError: returned int; a batched function returns a list"),
+        ("batch_mapping", "TypeError: returned dict; a batched function returns a list"),
+        ("batch_hangs", "timed out after 0.5 s"),
+    ],
+)
+def test_a_batched_call_that_fails_as_a_whole_fails_every_rollout(
+    user: Callable[..., dict[str, Any]], name: str, error: str
+) -> None:
+    """Each rollout says why; components of other functions are not touched."""
+    with scorer(user(name, batched=True, timeout_s=0.5), {"type": "numeric"}, on_error="zero") as rewards:
+        results = rewards.score(items("5", "6"))
+    assert all(result.components[0].error is not None for result in results)
+    assert all(str(result.components[0].error).startswith(error) for result in results)
+    assert [result.reward for result in results] == [1.0, 0.0]
+
+
+def test_a_dropped_rollout_has_no_reward_but_keeps_its_components(user: Callable[..., dict[str, Any]]) -> None:
+    """on_error drop touches the rollout that failed and no other."""
+    with scorer(user("length"), user("raises_on_b"), on_error="drop") as rewards:
+        results = rewards.score(items("a", "b", "aa"))
+    assert [result.reward for result in results] == [2.0, None, 3.0]
+    assert [c.value for c in results[1].components] == [1.0, None]
+    assert str(results[1].error).startswith("raises_on_b: ValueError: no b")
+
+
+def test_a_failure_that_ends_the_run_hands_over_what_was_scored(user: Callable[..., dict[str, Any]]) -> None:
+    """The exception carries the failed component and those that had spoken, so that they can be recorded."""
+    with (
+        scorer({"type": "numeric"}, user("raises_on_b"), concurrency=1) as rewards,
+        pytest.raises(ComponentFailed) as caught,
+    ):
+        rewards.score(items("5", "b", "6"))
+    first, failed, unreached = caught.value.results
+    assert [c.value for c in first.components] == [1.0, 1.0]
+    assert [c.value for c in failed.components] == [0.0, None]
+    assert (failed.reward, failed.error) == (None, f"raises_on_b: {failed.components[1].error}")
+    assert ([c.name for c in unreached.components], unreached.reward, unreached.error) == (["numeric"], None, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "penalties"),
+    [
+        ({"form": "linear"}, {0: 0, 4: 0, 5: 0.25, 6: 0.5, 8: 1, 100: 1}),
+        ({"form": "quadratic"}, {0: 0, 4: 0, 5: 0.0625, 6: 0.25, 8: 1, 100: 1}),
+        ({"form": "deviation"}, {0: 1, 3: 0.25, 4: 0, 5: 0.25, 8: 1, 100: 1}),
+        ({"form": "step", "max": None}, {0: 0, 4: 0, 5: 1}),
+    ],
+)
+def test_length_is_penalised_as_the_form_says(options: dict[str, Any], penalties: dict[int, float]) -> None:
+    """Worked by hand with target 4 and max 8, in sampled tokens."""
+    with scorer({"type": "length", "target": 4, "max": 8, "weight": 2, **options}) as rewards:
+        prompt = items("")[0].prompt
+        results = rewards.score([RewardInput(str(n), prompt, "text", n) for n in penalties])
+    assert [result.reward for result in results] == [-2 * penalty for penalty in penalties.values()]
+
+
+def test_verifiers_report_the_answer_they_read() -> None:
+    """The answer is the same however it is written; none found is the empty answer, none looked for is None."""
+    with scorer({"type": "regex", "pattern": "x"}, {"type": "numeric"}) as rewards:
+        assert [r.answer for r in rewards.score(items("so 5", "it is 5.0", "x"))] == ["5", "5", ""]
+    with scorer({"type": "math_verify"}) as rewards:
+        first, second, none = rewards.score(items("$\\frac{10}{4}$", "so 2.5 it is", "who knows"))
+        assert (first.answer, none.answer) == ("5/2", "")
+        assert second.answer is not None
+    with scorer({"type": "regex", "pattern": "x"}) as rewards:
+        assert rewards.score(items("x"))[0].answer is None
+
+
+def test_each_dataset_is_scored_by_its_own_task() -> None:
+    """The dataset's number chooses the task whose score counts."""
+    section = TypeAdapter(RewardSection).validate_python({"functions": [{"type": "reasoning_gym"}]})
+    tasks = [DataSection(train="reasoning_gym:chain_sum"), DataSection(train="reasoning_gym:spell_backward")]
+    prompts = [
+        Prompt("a/0", "a", "t", (1,), "5", {"question": "2 + 3", "metadata": {"source_dataset": "chain_sum"}}),
+        Prompt("b/0", "b", "t", (1,), "olleh", {"question": "hello", "metadata": {"source_dataset": "spell_backward"}}),
+    ]
+    with RewardScorer(section, tasks) as rewards:
+        results = rewards.score([RewardInput("r", p, p.answer or "", 1, i) for i, p in enumerate(prompts)])
+        assert [result.reward for result in results] == [1.0, 1.0]

@@ -80,13 +80,13 @@ def test_any_text_is_read_without_error(text: str) -> None:
 )
 def test_numeric_verdicts(answer: str, response: str, value: float, label: str) -> None:
     """Equal within the tolerance, integers exactly."""
-    item = RewardInput("r", Prompt("d/0", "d", "text", (1,), answer), response)
+    item = RewardInput("r", Prompt("d/0", "d", "text", (1,), answer), response, 1)
     (verdict,) = NumericVerifier(NumericReward(type="numeric"))(item)
     assert (verdict.value, verdict.label) == (value, label)
 
 
 def test_answer_without_a_number_is_an_error() -> None:
     """A wrong dataset is not a wrong response."""
-    item = RewardInput("r", Prompt("d/0", "d", "text", (1,), "Paris"), "5")
+    item = RewardInput("r", Prompt("d/0", "d", "text", (1,), "Paris"), "5", 1)
     with pytest.raises(ValueError, match="answer 'Paris' holds no number"):
         NumericVerifier(NumericReward(type="numeric"))(item)
