@@ -54,8 +54,8 @@ def zero_variance(rewards: Tensor, groups: Tensor) -> Tensor:
     group of one has no signal.
     """
     index, zeros = _index(groups)
-    highest = zeros.index_reduce(0, index, rewards.double(), "amax", include_self=False)
-    lowest = zeros.index_reduce(0, index, rewards.double(), "amin", include_self=False)
+    highest = zeros.scatter_reduce(0, index, rewards.double(), "amax", include_self=False)
+    lowest = zeros.scatter_reduce(0, index, rewards.double(), "amin", include_self=False)
     return (highest > lowest)[index]
 
 
@@ -86,4 +86,4 @@ def _index(groups: Tensor) -> tuple[Tensor, Tensor]:
 
 def _means(rewards: Tensor, groups: Tensor) -> Tensor:
     index, zeros = _index(groups)
-    return zeros.index_reduce(0, index, rewards.double(), "mean", include_self=False)[index]
+    return zeros.scatter_reduce(0, index, rewards.double(), "mean", include_self=False)[index]

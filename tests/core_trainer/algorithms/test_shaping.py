@@ -1,0 +1,68 @@
+"""Which rollouts are learnt from, and the penalty on length."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from core_trainer.algorithms import registry, shaping
+from rlinsight.errors import ConfigError
+
+GROUPED = st.lists(st.tuples(st.integers(0, 4), st.sampled_from([0.0, 0.1, 0.5, 1.0])), min_size=1, max_size=12)
+
+
+def test_overlong_reference_number() -> None:
+    """Length 4, cap 4, buffer 2, factor 1: -1; nothing before the buffer, and half-way half of the factor."""
+    got = shaping.overlong(torch.tensor([1, 2, 3, 4]), max_length=4, buffer=2)
+    assert got.tolist() == [0, 0, -0.5, -1]
+    assert shaping.overlong(torch.tensor([3]), max_length=4, buffer=2, factor=0.5).tolist() == [-0.25]
+
+
+def test_overlong_buffer_is_checked() -> None:
+    """It fits under the cap."""
+    for buffer in (0, 5):
+        with pytest.raises(ConfigError, match=f"overlong buffer={buffer} is not between 1 and the cap of 4"):
+            shaping.overlong(torch.tensor([1]), max_length=4, buffer=buffer)
+
+
+@settings(max_examples=100, deadline=None)
+@given(GROUPED)
+def test_group_filters_equal_a_naive_loop(rows: list[tuple[int, float]]) -> None:
+    """Group by group in plain Python."""
+    x = {
+        "groups": torch.tensor([group for group, _ in rows]),
+        "rewards": torch.tensor([reward for _, reward in rows], dtype=torch.float64),
+    }
+    peers = [[reward for other, reward in rows if other == group] for group, _ in rows]
+    means = [sum(rewards) / len(rewards) for rewards in peers]
+    for name, options, expected in [
+        ("zero_variance", {}, [len(set(rewards)) > 1 for rewards in peers]),
+        ("too_hard", {"min_reward": 0.3}, [mean >= 0.3 for mean in means]),
+        ("too_easy", {"max_reward": 0.7}, [mean <= 0.7 for mean in means]),
+        ("too_small", {}, [len(rewards) >= 2 for rewards in peers]),
+    ]:
+        assert registry.find("group_filter", name).call(x, options).tolist() == expected, name
+
+
+def test_equal_rewards_have_no_variance_despite_rounding() -> None:
+    """Three times 0.1 has a std above 0 in floating point."""
+    rewards = torch.tensor([0.1, 0.1, 0.1], dtype=torch.float64)
+    assert shaping.zero_variance(rewards, torch.zeros(3, dtype=torch.int64)).tolist() == [False] * 3
+
+
+def test_staleness_bound_is_inclusive() -> None:
+    """Version 7, bound 2: what version 5 sampled is the oldest that is kept."""
+    assert shaping.fresh(torch.tensor([4, 5, 7]), policy_version=7, max_staleness=2).tolist() == [False, True, True]
+
+
+def test_selection_names_the_first_reason() -> None:
+    """A rollout is kept when it passes every check."""
+    checks = {
+        "stale": torch.tensor([True, False, True, False]),
+        "zero_variance": torch.tensor([True, False, False, True]),
+    }
+    got = shaping.select(checks)
+    assert got.keep.tolist() == [True, False, False, False]
+    assert got.reasons == [None, "stale", "zero_variance", "stale"]
