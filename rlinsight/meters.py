@@ -123,13 +123,13 @@ class Meters:
             self._exporter.put("metrics", point)
 
     def _note_overflow(self, point: Point) -> None:
-        key = point.scope.name, point.metric.name
+        key = point.instrumentation_scope.name, point.metric.name
         if key not in self._overflowing:
             self._overflowing.add(key)
             self._exporter.counts.overflowing = len(self._overflowing)
             _log.warning(
                 "metric %r of %r has more than %d attribute sets; the rest is summed up in the series marked "
-                "otel.metric.overflow: use fewer labels", point.metric.name, point.scope.name, SERIES,
+                "otel.metric.overflow: use fewer labels", point.metric.name, point.instrumentation_scope.name, SERIES,
             )  # fmt: skip
 
 

@@ -1,12 +1,108 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
+from opentelemetry._logs import LogRecord, SeverityNumber
+from opentelemetry.attributes import BoundedAttributes
+from opentelemetry.exporter.otlp.proto.common._log_encoder import encode_logs
+from opentelemetry.exporter.otlp.proto.common.metrics_encoder import encode_metrics
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
+from opentelemetry.sdk._logs import ReadableLogRecord
+from opentelemetry.sdk.metrics import AlwaysOnExemplarFilter, MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.metrics.view import ExponentialBucketHistogramAggregation, View
 from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import Event, ReadableSpan
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import (
+    Link,
+    NonRecordingSpan,
+    SpanContext,
+    SpanKind,
+    Status,
+    StatusCode,
+    TraceState,
+    set_span_in_context,
+    use_span,
+)
 
-from rlinsight import names
-from rlinsight.otlp import FLOAT_ARRAYS, Encoder
+from rlinsight import names, points
+from rlinsight.otlp import FLOAT_ARRAYS, NO_SPAN, Encoder
+
+TRACE, SPAN = 0x0123456789ABCDEF0123456789ABCDEF, 0x0123456789ABCDEF
+
+
+def _item_of_every_kind() -> list[list]:
+    """Spans, records and points with everything that OpenTelemetry's own encoder sends, from two scopes."""
+    resource = Resource({"service.name": "s", "n": 1}, "https://schema")
+    scopes = InstrumentationScope("a", "1", "https://x", {"k": 1}), InstrumentationScope("b")
+    values = {"s": "é", "i": -(2**63), "f": 0.5, "b": True, "y": b"\0", "l": ("x", "y"), "n": [1, None, 2.0], "e": ()}
+    remote = SpanContext(TRACE, SPAN - 1, is_remote=True, trace_state=TraceState([("v", "1")]))
+    here = SpanContext(TRACE, SPAN, is_remote=False, trace_state=TraceState([("v", "1"), ("w", "2")]))
+    spans = [
+        ReadableSpan(
+            name, here, parent, resource, BoundedAttributes(attributes=values), kind=kind, start_time=5, end_time=7,
+            events=[Event("e", BoundedAttributes(attributes={"k": 1}), 6)], instrumentation_scope=scope,
+            links=[Link(SpanContext(TRACE, 9, is_remote=True), values)], status=Status(StatusCode.ERROR, "why"),
+        )
+        for name, parent, kind, scope in (
+            ("one", None, SpanKind.INTERNAL, scopes[0]),
+            ("two", remote, SpanKind.CONSUMER, scopes[1]),
+            ("three", here, SpanKind.CLIENT, scopes[0]),
+        )
+    ]  # fmt: skip
+    context = set_span_in_context(NonRecordingSpan(here))
+    records = [
+        ReadableLogRecord(LogRecord(**facts), resource, scope)
+        for scope, facts in (
+            (scopes[0], {"timestamp": 1, "attributes": values, "event_name": "e", "context": context}),
+            (scopes[1], {"observed_timestamp": 2, "body": {"a": [1, {"b": None}]}, "context": NO_SPAN}),
+            (None, {"body": "text", "severity_number": SeverityNumber.WARN, "severity_text": "W", "context": NO_SPAN}),
+        )
+    ]
+    reader = InMemoryMetricReader()
+    exponential = View(instrument_name="exponential", aggregation=ExponentialBucketHistogramAggregation())
+    meters = MeterProvider([reader], resource, exemplar_filter=AlwaysOnExemplarFilter(), views=[exponential])
+    for name in "ab":
+        meter = meters.get_meter(name, "1", "https://x")
+        with use_span(NonRecordingSpan(here)):
+            for name, kind in (("n", int), ("x", float)):
+                meter.create_counter(f"counter.{name}", "{x}", "a counter").add(kind(3), {"k": "v"})
+                meter.create_up_down_counter(f"sum.{name}").add(kind(-3))
+                meter.create_gauge(f"gauge.{name}").set(kind(7), {"k": name})
+            for value in (-1.0, 0.0, 0.5, 1000.0):
+                meter.create_histogram("explicit", "s").record(value, {"k": "v"})
+                meter.create_histogram("exponential").record(value)
+    data = reader.get_metrics_data()
+    assert data is not None
+    return [spans, records, list(points.split(data)), [data]]
+
+
+def test_what_is_sent_is_what_opentelemetrys_own_encoder_would_send() -> None:
+    """Every field of spans, records and all kinds of points, but for messages that are there and empty."""
+    spans, records, measured, (data,) = _item_of_every_kind()
+    encoder = Encoder(spans[0].resource)
+    for items, twin in (
+        (spans, encode_spans(spans)),
+        (records, encode_logs(records)),
+        (measured, encode_metrics(data)),
+    ):
+        assert _present(type(twin).FromString(encoder.encode(items))) == _present(twin)
+
+
+def _present(message: Any) -> Any:
+    """A message as what is set in it."""
+    fields = {}
+    for field, value in message.ListFields():
+        if field.message_type is None:
+            fields[field.name] = value if not hasattr(value, "append") else list(value)
+        elif field.name == "array_value" or hasattr(value, "append") or _present(value):
+            fields[field.name] = list(map(_present, value)) if hasattr(value, "append") else _present(value)
+    return fields
+
 
 ODD = np.array([-0.123456789, 0.0, -0.0, np.nan, -np.inf, -17.000004, 3.000004], "<f4")
 
