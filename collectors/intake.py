@@ -6,6 +6,7 @@ Owns who a batch is from and what the sender is told. Does not know either trans
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 import time
 from concurrent.futures import Future
@@ -15,9 +16,11 @@ from google.protobuf.message import Message
 
 from collectors.decode import Decoded, Decoder
 from collectors.limits import check_request, check_rows
-from collectors.payload import PayloadError, parse
+from collectors.payload import PROTOBUF, PayloadError, parse
 from collectors.writer import Batch, Overloaded, Writer
-from rlinsight.wire import PRODUCER_HEADER, SEQ_HEADER, Signal, response
+from rlinsight.wire import PRODUCER_HEADER, SEQ_HEADER, Signal, response, unpack
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,43 @@ class Intake:
         """Decode a body and queue it; one of our own is no sign of a living sender. Raises PayloadError, Overloaded."""
         if external:
             self.last_ns = time.monotonic_ns()
+        return self._submit(self._batch(signal, body, content_type, producer, seq))
+
+    def take_spool(self, body: bytes, producer: str | None) -> list[tuple[int, Accepted | Exception]]:
+        """Decode the records of a spool and queue them, each as if it had come alone: its number, and what it met.
+
+        They may wait a moment for those of other producers. Raises PayloadError for a body that is none.
+        """
+        self.last_ns = time.monotonic_ns()
+        try:
+            sent = unpack(body)
+        except ValueError as error:
+            raise PayloadError(400, f"body is no part of a spool: {error}") from None
+        if not producer:
+            raise PayloadError(400, f"{PRODUCER_HEADER} must name the producer of a spool")
+        decoded: list[tuple[int, Batch | Exception]] = []
+        for record in sent:
+            try:
+                batch = self._batch(record.signal, record.payload, PROTOBUF, producer, str(record.seq))
+                batch.patient = True
+                decoded.append((record.seq, batch))
+            except PayloadError as error:
+                decoded.append((record.seq, error))
+            except Exception as error:  # a bug, which shall cost this record alone
+                logger.exception("record %d of %s cannot be decoded", record.seq, producer)
+                decoded.append((record.seq, error))
+        return [(seq, self._queued(batch)) for seq, batch in decoded]
+
+    def _queued(self, batch: Batch | Exception) -> Accepted | Exception:
+        try:
+            return batch if isinstance(batch, Exception) else self._submit(batch)
+        except Overloaded as error:
+            return error
+
+    def _submit(self, batch: Batch) -> Accepted:
+        return Accepted(batch.signal, batch.decoded, self._writer.submit(batch))
+
+    def _batch(self, signal: Signal, body: bytes, content_type: str, producer: str | None, seq: str | None) -> Batch:
         received_ns = time.time_ns()
         number = _number(producer, seq)
         request = parse(signal, body, content_type)
@@ -71,8 +111,7 @@ class Intake:
         decode = {"traces": self._decoder.traces, "logs": self._decoder.logs, "metrics": self._decoder.metrics}[signal]
         decoded = decode(request, batch_id, received_ns)
         check_rows(decoded.rows, len(body))
-        batch = Batch(batch_id, producer, number, signal, len(body), received_ns, decoded, shared)
-        return Accepted(signal, decoded, self._writer.submit(batch))
+        return Batch(batch_id, producer, number, signal, len(body), received_ns, decoded, shared)
 
 
 def _number(producer: str | None, seq: str | None) -> int | None:

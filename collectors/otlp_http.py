@@ -1,4 +1,5 @@
-"""The collector over HTTP: OTLP in, read-only SQL out, owners, health, metrics. A Starlette app; process.py serves it.
+"""The collector over HTTP: OTLP in, and whole stretches of our producers' spools; read-only SQL out, owners, health,
+metrics. A Starlette app; process.py serves it.
 
 Status codes: 400 malformed, 401 no token, 408 a body that does not arrive, 413 too large, 415 wrong type, 503 with
 Retry-After when the queue is full or the store cannot be written; everything else is 200, after the commit.
@@ -12,7 +13,7 @@ import io
 import json
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import duckdb
@@ -25,7 +26,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from collectors import pruning, scrape_routes
-from collectors.intake import Intake
+from collectors.intake import Accepted, Intake
 from collectors.monitor import CONTENT_TYPE, Monitor
 from collectors.owners import Owners
 from collectors.payload import JSON, MAX_BODY_BYTES, PROTOBUF, PayloadError, decompress
@@ -34,7 +35,18 @@ from collectors.scrape import Scraper
 from collectors.writer import BatchRefused, Overloaded, StoreFailed
 from rlinsight import store
 from rlinsight.errors import StoreError
-from rlinsight.wire import PRODUCER_HEADER, SEQ_HEADER, SIGNALS, Signal
+from rlinsight.wire import (
+    PRODUCER_HEADER,
+    SEQ_HEADER,
+    SIGNALS,
+    SPOOL_PATH,
+    SPOOL_TYPE,
+    Outcome,
+    Signal,
+    outcomes,
+)
+
+Taken = TypeVar("Taken")
 
 ARROW = "application/vnd.apache.arrow.stream"
 RETRY_AFTER_S = 1
@@ -60,28 +72,56 @@ def app(
     decoding, querying = anyio.CapacityLimiter(MAX_DECODES), anyio.CapacityLimiter(MAX_QUERIES)
     arriving = _Arriving()
 
+    async def take(request: Request, types: tuple[str, ...], decode: Callable[[bytes, str], Taken]) -> Taken:
+        """What ``decode`` makes of the body and its content type, which has to be one of ``types``."""
+        if not open_to_loopback:
+            _authorize(request, token)
+        intake.check_room()
+        content_type = _content_type(request)
+        if content_type not in types:
+            raise PayloadError(415, f"content-type {content_type!r} is not supported; send {' or '.join(types)}")
+        encoding = request.headers.get("content-encoding", "").strip().lower()
+        with arriving.body() as body:
+            raw = await body.read(request)
+            return await anyio.to_thread.run_sync(
+                lambda: decode(decompress(raw, encoding), content_type), limiter=decoding
+            )
+
     def receive(signal: Signal) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
-            if not open_to_loopback:
-                _authorize(request, token)
-            intake.check_room()
-            content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-            if content_type not in (PROTOBUF, JSON):
-                raise PayloadError(415, f"content-type {content_type!r} is not supported; send {PROTOBUF} or {JSON}")
-            encoding = request.headers.get("content-encoding", "").strip().lower()
             identity = request.headers.get(PRODUCER_HEADER), request.headers.get(SEQ_HEADER)
-            with arriving.body() as body:
-                raw = await body.read(request)
-                accepted = await anyio.to_thread.run_sync(
-                    lambda: intake.take(signal, decompress(raw, encoding), content_type, *identity), limiter=decoding
-                )
+            accepted = await take(
+                request, (PROTOBUF, JSON), lambda body, content_type: intake.take(signal, body, content_type, *identity)
+            )
             await asyncio.wrap_future(accepted.done)
             message = accepted.response()
-            if content_type == JSON:
+            if _content_type(request) == JSON:
                 return Response(json_format.MessageToJson(message), media_type=JSON)
             return Response(message.SerializeToString(), media_type=PROTOBUF)
 
         return endpoint
+
+    async def spool(request: Request) -> Response:
+        producer = request.headers.get(PRODUCER_HEADER)
+        taken = await take(request, (SPOOL_TYPE,), lambda body, _: intake.take_spool(body, producer))
+        found = [await outcome(seq, accepted) for seq, accepted in taken]
+        busy = any(each.status == 503 for each in found)
+        return Response(outcomes(found), media_type=JSON, headers=_RETRY if busy else None)
+
+    async def outcome(seq: int, accepted: Accepted | Exception) -> Outcome:
+        try:
+            if isinstance(accepted, Exception):
+                raise accepted
+            await asyncio.wrap_future(accepted.done)
+        except (PayloadError, BatchRefused) as error:
+            return Outcome(seq, _status(error), 0, str(error))
+        except (Overloaded, StoreFailed) as error:
+            if isinstance(error, StoreFailed):
+                monitor.write_failed()
+            return Outcome(seq, 503, 0, str(error))
+        except Exception as error:  # a bug, logged where it was met
+            return Outcome(seq, 500, 0, f"{type(error).__name__}: {error}")
+        return Outcome(seq, 200, accepted.decoded.rejected, accepted.decoded.problem or "")
 
     async def sql(request: Request) -> Response:
         _authorize(request, token)
@@ -140,6 +180,7 @@ def app(
 
     routes = [
         *(Route(f"/v1/{signal}", receive(signal), methods=["POST"]) for signal in SIGNALS),
+        Route(SPOOL_PATH, spool, methods=["POST"]),
         Route("/v1/sql", sql, methods=["POST"]),
         Route("/v1/owners", own, methods=["POST", "DELETE"]),
         *scrape_routes.routes(scraper, lambda request: _authorize(request, token), _json),
@@ -234,6 +275,10 @@ def _query(con: duckdb.DuckDBPyConnection, sql: str, params: Any, timeout_s: flo
     return sink.getvalue()
 
 
+def _content_type(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
 def _is_authorized(request: Request, token: str) -> bool:
     given = request.headers.get("authorization", "").encode()
     return hmac.compare_digest(given, f"Bearer {token}".encode())
@@ -246,7 +291,7 @@ def _authorize(request: Request, token: str) -> None:
 
 async def _json(request: Request) -> dict[str, Any]:
     """A JSON object. The type is required: a web page of another origin cannot send it without asking first."""
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON:
+    if _content_type(request) != JSON:
         raise PayloadError(415, f"send {JSON}")
     with _Arriving().body() as body:
         raw = await body.read(request)
@@ -265,7 +310,11 @@ def _fail(status: int, message: str, headers: dict[str, str] | None = None) -> R
 
 
 async def _on_payload_error(request: Request, error: Exception) -> Response:
-    return _fail(error.status if isinstance(error, PayloadError) else 400, str(error))
+    return _fail(_status(error), str(error))
+
+
+def _status(error: Exception) -> int:
+    return error.status if isinstance(error, PayloadError) else 400
 
 
 _RETRY = {"Retry-After": str(RETRY_AFTER_S)}

@@ -21,6 +21,7 @@ from collectors import arrow
 from collectors.decode import Columns, Decoded
 from collectors.memory import MemoryLimit
 from collectors.transaction import transaction
+from rlinsight.wire import Signal
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ MAX_GROUP_BYTES = 16 * 1024**2  # of payload in one transaction: bounds its memo
 # Of resources and scopes in its rows. Usual batches reach the limit above first; many small spans under one large
 # resource took 1.9 GB of memory for 2 MB of payload.
 MAX_GROUP_SHARED_BYTES = 32 * 1024**2
+PATIENCE_S = 0.1  # that producers which deliver by the clock share a transaction: it costs 10 ms, a batch 1 ms
 
 
 class Overloaded(Exception):
@@ -85,11 +87,12 @@ class Batch:
     batch_id: str
     producer: str | None
     seq: int | None
-    signal: str
+    signal: Signal
     size: int  # payload bytes
     received_ns: int
     decoded: Decoded
     shared: int = 0  # bytes of resource and scope in all of its rows
+    patient: bool = False  # whether it may wait for others
     done: Future[bool] = field(default_factory=_promise)
 
 
@@ -119,6 +122,7 @@ class Writer:
         self._con = con
         self._memory = memory
         self._columns = columns
+        self._incoming: dict[str, _Incoming] = {}
         self._queue: queue.Queue[Batch | _Task | None] = queue.Queue()
         self._lock = threading.Lock()
         self._queued_batches = 0
@@ -188,16 +192,24 @@ class Writer:
                 return
 
     def _next_group(self) -> tuple[list[Batch], Any]:
-        """Wait for a batch and take along what else is queued, up to a size; and what is to be done after them."""
+        """Wait for a batch and take along what else is queued, up to a size; and what is to be done after them.
+
+        As long as all are patient it takes what comes for a moment, too.
+        """
         group: list[Batch] = []
         size = shared = 0
+        until = 0.0
         while size < MAX_GROUP_BYTES and shared < MAX_GROUP_SHARED_BYTES:
             try:
-                entry = self._queue.get(block=not group)
+                entry = self._queue.get(timeout=max(until - time.monotonic(), 0.0) if group else None)
             except queue.Empty:
                 break
             if not isinstance(entry, Batch):
                 return group, entry or _END
+            if not entry.patient:
+                until = 0.0
+            elif not group:
+                until = time.monotonic() + PATIENCE_S
             group.append(entry)
             size += entry.size
             shared += entry.shared
@@ -254,6 +266,7 @@ class Writer:
                 stored = self._insert_new(group)
         except BaseException:  # counted and passed on
             self.stats.failures += 1
+            self._incoming.clear()  # what was registered in the transaction is undone with it
             raise
         seconds = time.perf_counter() - began
         self.stats.commits += 1
@@ -298,11 +311,26 @@ class Writer:
         return tuple(facts[column] for column in self._columns["ingest_batches"])
 
     def _insert(self, table: str, rows: pa.Table) -> None:
-        self._con.register("incoming", rows)
+        if table not in self._incoming:
+            incoming = _Incoming(rows)
+            self._con.register(f"incoming_{table}", incoming)
+            self._incoming[table] = incoming
+        incoming = self._incoming[table]
+        incoming.rows = rows
         try:
-            self._con.execute(f"INSERT INTO {table} SELECT * FROM incoming")
+            self._con.execute(f"INSERT INTO {table} SELECT * FROM incoming_{table}")
         finally:
-            self._con.unregister("incoming")
+            incoming.rows = rows.schema.empty_table()
+
+
+class _Incoming:
+    """What DuckDB reads the rows of one table from. Registering rows anew for each INSERT would cost as much as it."""
+
+    def __init__(self, rows: pa.Table) -> None:
+        self.rows = rows
+
+    def __arrow_c_stream__(self, requested_schema: object = None) -> object:
+        return self.rows.__arrow_c_stream__(requested_schema)
 
 
 def _first_line(error: Exception) -> str:

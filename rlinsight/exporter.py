@@ -1,5 +1,9 @@
 """From an emit call to the spool: a bounded queue, a thread that encodes and writes, one that delivers, the counts.
 
+It writes often, so that a killed process loses little, and delivers seldom, since a transaction of the store costs the
+same however little it holds: every DELIVER_S by the wall clock, when the other processes of the machine do it too and
+their batches share one, and at once when somebody waits in ``flush`` or much has come together.
+
 ``put`` takes no lock another thread holds for longer than a list append, encodes nothing and does no I/O. Does not own
 messages (otlp.py), files (segments.py) or delivery (spool.py).
 """
@@ -17,13 +21,15 @@ from rlinsight import counts, names
 from rlinsight.counts import Counts
 from rlinsight.otlp import Encoder, Item, name_of, size
 from rlinsight.priority import yield_processors
-from rlinsight.segments import Batch, Segments
+from rlinsight.segments import Segments
 from rlinsight.spool import Locate, Sender
-from rlinsight.wire import SIGNALS, Signal
+from rlinsight.wire import SIGNALS, Batch, Signal
 
 BATCH_ITEMS = 512
 BATCH_BYTES = 4 * 1024**2  # a quarter of what the collector accepts in one request
-BATCH_S = 0.5
+BATCH_S = 1.25  # between two writes: what a kill -9 may cost
+DELIVER_S = 2.5  # a multiple of it; nothing waits longer to be seen in a store that is up
+BACKLOG_BYTES = 2 * 1024**2  # of batches on disk that do not wait for that
 ITEM_BYTES = 15 * 1024**2  # a larger item could not be sent at all
 QUEUE_ITEMS = 100_000
 QUEUE_BYTES = 128 * 1024**2
@@ -64,6 +70,7 @@ class Exporter:
         self._sealed = False  # the last report is made: what comes now is after the end, and counts nowhere
         # Reentrant too. An event asks for a flush, None says that a batch is full.
         self._wake: queue.SimpleQueue[threading.Event | None] = queue.SimpleQueue()
+        self._due = threading.Event()  # the sender's turn
         self._closing, self._stop = threading.Event(), threading.Event()  # of the writer, then of the sender
         self._writer = threading.Thread(target=self._write_loop, name="rlinsight-telemetry-writer", daemon=True)
         self._courier = threading.Thread(target=self._deliver, name="rlinsight-telemetry-sender", daemon=True)
@@ -131,6 +138,7 @@ class Exporter:
         if self._segments is not None and self._sender is not None:
             self._segments.wait_settled(self._segments.committed_seq, max(deadline - time.monotonic(), LAST_WORD_S))
         self._stop.set()
+        self._due.set()
         if self._segments is None or self._writer.is_alive():
             return False  # a disk that hangs keeps its files: closing them under a write could hit another file
         counts.remove(self._producer)
@@ -146,6 +154,7 @@ class Exporter:
     def _write_loop(self) -> None:
         yield_processors()
         next_health = time.monotonic() + HEALTH_S
+        turn = time.time() // DELIVER_S
         while not self._closing.is_set():
             flushes = self._wait()
             if time.monotonic() >= next_health:
@@ -154,13 +163,18 @@ class Exporter:
             self._drain()
             for written in flushes:
                 written.set()
+            backlog = self._segments.pending_bytes if self._segments is not None else 0
+            before, turn = turn, time.time() // DELIVER_S
+            if backlog and (flushes or backlog >= BACKLOG_BYTES or turn != before):
+                self._due.set()
         self._drain(last=True)
+        self._due.set()
 
     def _wait(self) -> list[threading.Event]:
         """Sleep until a batch is due; returns the flushes that wait for it."""
         flushes = []
         try:
-            signal = self._wake.get(timeout=BATCH_S)
+            signal = self._wake.get(timeout=BATCH_S - time.time() % BATCH_S)
             while True:
                 if signal is not None:
                     flushes.append(signal)
@@ -233,7 +247,7 @@ class Exporter:
             return
         yield_processors()
         try:
-            self._sender.run(self._stop)
+            self._sender.run(self._stop, due=self._due)
         except OSError as error:
             _log.warning("telemetry is no longer delivered, only spooled: the spool cannot be read (%s)", error)
         finally:

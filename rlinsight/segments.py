@@ -1,8 +1,8 @@
 """A producer's spool on disk: a first-in first-out queue of batches in fsynced segment files, safe against kill -9.
 
 One folder per producer, locked by whoever owns it (the producer, or one deliverer after its death). A segment is a row
-of records: a 25-byte header with the payload's length and checksum, then the payload. Records are immutable and keep
-their sequence number for ever, so delivering one twice is harmless. Does not know OTLP or HTTP.
+of records (wire.py), which are immutable and keep their sequence number for ever, so delivering one twice is harmless.
+Does not know OTLP or HTTP.
 
 When the folder reaches its byte cap new batches are refused, and those on disk stay: a run's history is then complete
 up to a point, so its joins hold, while dropping the oldest would lose the run's start and every root.
@@ -14,36 +14,21 @@ import fcntl
 import logging
 import os
 import shutil
-import struct
 import threading
-import zlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import Self
 
-from rlinsight.wire import SIGNALS, Signal
+from rlinsight.wire import HEADER, Batch, read_record, record
 
-# Magic, signal, seq, items, payload bytes, crc32 of payload and the fields before it.
-HEADER = struct.Struct("<4sBQIII")
-MAGIC = b"rlsp"
 SEGMENT_BYTES = 8 * 1024**2  # freed as a whole, so this is also what a killed producer may send again
 LOCK = "lock"
 OWNER = "owner"
 DEAD_LETTERS = "dead-letters"
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """One serialized export request."""
-
-    signal: Signal
-    items: int  # spans, log records or metric points inside
-    payload: bytes
-    seq: int = 0  # 1, 2, ... per producer; 0 until it is in a segment
 
 
 @dataclass(slots=True)
@@ -73,8 +58,8 @@ class Segments:
         self._changed = threading.Condition()
         self._segments: deque[_Segment] = deque()
         self._offset = 0  # of the next record to deliver, in the oldest segment
-        self._next_offset = 0  # behind that record
-        self._pending = 0  # batches on disk and not acknowledged
+        self._ends: deque[int] = deque()  # behind each record last peeked and not acknowledged
+        self._pending = self._pending_bytes = 0  # batches on disk and not acknowledged
         self._used = 0
         self._seq = self._settled_seq = self._committed_seq = 0
         self._file = -1
@@ -123,7 +108,7 @@ class Segments:
                     self._rotate()
                 written.append(batch)
                 self._seq += 1
-                _write_all(self._file, _record(batch, self._seq))
+                _write_all(self._file, record(batch, self._seq))
                 room -= size
             except OSError as error:
                 if not written or written[-1] is not batch:
@@ -144,6 +129,7 @@ class Segments:
         with self._changed:
             segment, end = self._segments[-1], os.lseek(self._file, 0, os.SEEK_CUR)
             self._used += end - segment.committed
+            self._pending_bytes += end - segment.committed
             segment.committed = end
             self._pending += len(batches)
             self._committed_seq = self._seq
@@ -187,6 +173,11 @@ class Segments:
         return self._pending
 
     @property
+    def pending_bytes(self) -> int:
+        """Bytes of these batches."""
+        return self._pending_bytes
+
+    @property
     def committed_seq(self) -> int:
         """Highest sequence number on disk."""
         return self._committed_seq
@@ -198,41 +189,50 @@ class Segments:
             with segment.path.open("rb") as file:
                 length = 1
                 while length:
-                    batch, length, _ = _parse(file.read(HEADER.size), file)
+                    batch, length, _ = read_record(file)
                     if batch is not None and batch.seq > seq:
                         items, seq = items + batch.items, batch.seq
         return items, seq
 
     def peek(self, timeout_s: float) -> Batch | None:
         """The oldest batch that is not acknowledged; waits up to ``timeout_s`` seconds for one."""
+        return next(iter(self.peek_many(timeout_s, 1, 0)), None)
+
+    def peek_many(self, timeout_s: float, records: int, size: int) -> list[Batch]:
+        """The oldest batches that are not acknowledged; waits up to ``timeout_s`` seconds for one.
+
+        At most ``records``, and together ``size`` bytes unless it is a single one.
+        """
         with self._changed:
-            batch = self._read()
-            if batch is None and timeout_s > 0 and not self._closed:
+            batches = self._read(records, size)
+            if not batches and timeout_s > 0 and not self._closed:
                 self._changed.wait(timeout_s)
-                batch = self._read()
-            return batch
+                batches = self._read(records, size)
+            return batches
 
     def ack(self, batch: Batch) -> None:
-        """Forget the batch last peeked; the next peek deletes its segment when nothing in it is left."""
+        """Forget the first of the batches last peeked; a later peek deletes its segment when nothing in it is left."""
         with self._changed:
             if self._closed:
                 return
-            self._offset = self._next_offset
+            end = self._ends.popleft()
             self._pending -= 1
+            self._pending_bytes -= end - self._offset
+            self._offset = end
             self._settled_seq = batch.seq
             self._changed.notify_all()
 
     def bury(self, batch: Batch) -> None:
-        """Move the batch last peeked to the dead-letter file, where it is kept for a person to look at."""
-        record = _record(batch, batch.seq)
+        """Move the first of the batches last peeked to the dead-letter file, kept for a person to look at."""
+        kept = record(batch, batch.seq)
         try:
             file = os.open(self.path / DEAD_LETTERS, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             try:
-                _write_all(file, record)
+                _write_all(file, kept)
             finally:
                 os.close(file)
             with self._changed:
-                self._used += len(record)
+                self._used += len(kept)
         except OSError as error:
             _log.warning("a refused telemetry batch could not be kept in %s: %s", self.path / DEAD_LETTERS, error)
         self.ack(batch)
@@ -272,24 +272,33 @@ class Segments:
             offset = 0
         return False
 
-    def _read(self) -> Batch | None:
-        """The record at the read position, skipping damaged ones."""
+    def _read(self, records: int, size: int) -> list[Batch]:
+        """Records from the read position on, of one segment, up to a damaged one; those it begins with are skipped."""
         while self._segments and not self._closed:
             segment = self._segments[0]
             if self._offset >= segment.committed:
                 if not self._free_read_segments():
-                    return None
+                    return []
                 continue
+            batches: list[Batch] = []
+            self._ends.clear()
+            end = self._offset
             with segment.path.open("rb") as file:
-                file.seek(self._offset)
-                batch, length, items = _parse(file.read(HEADER.size), file)
-            if batch is not None:
-                self._next_offset = self._offset + length
-                return batch
+                file.seek(end)
+                batch, length, items = read_record(file)
+                while batch is not None and not (batches and end + length - self._offset > size):
+                    end += length
+                    batches.append(batch)
+                    self._ends.append(end)
+                    if len(batches) == records or end >= segment.committed:
+                        break
+                    batch, length, _ = read_record(file)
+            if batches:
+                return batches
             self.torn_batches += 1
             self.torn_items += items
             self._offset = self._offset + length if length else segment.committed
-        return None
+        return []
 
     def _free_read_segments(self) -> bool:
         """Delete the oldest segment if it is read to its end and no longer written."""
@@ -299,35 +308,13 @@ class Segments:
         segment.path.unlink(missing_ok=True)
         self._used -= segment.committed
         self._segments.popleft()
-        self._offset = self._next_offset = 0
+        self._offset = 0
         return True
 
     def _close_file(self) -> None:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
-
-
-def _record(batch: Batch, seq: int) -> bytes:
-    fields = (MAGIC, SIGNALS.index(batch.signal), seq, batch.items, len(batch.payload))
-    checksum = zlib.crc32(batch.payload, zlib.crc32(repr(fields).encode()))
-    return HEADER.pack(*fields, checksum) + batch.payload
-
-
-def _parse(header: bytes, file: BinaryIO) -> tuple[Batch | None, int, int]:
-    """The record behind ``header``, its length, its items; no batch if damaged, length 0 if nothing can follow it."""
-    if len(header) < HEADER.size:
-        return None, 0, 0
-    *fields, checksum = HEADER.unpack(header)
-    magic, signal, seq, items, length = fields
-    if magic != MAGIC or signal >= len(SIGNALS):
-        return None, 0, 0
-    payload = file.read(length)
-    if len(payload) < length:
-        return None, 0, items
-    if zlib.crc32(payload, zlib.crc32(repr(tuple(fields)).encode())) != checksum:
-        return None, HEADER.size + length, items
-    return Batch(SIGNALS[signal], items, payload, seq), HEADER.size + length, items
 
 
 def _write_all(file: int, data: bytes) -> None:

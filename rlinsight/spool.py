@@ -1,7 +1,8 @@
 """Delivers spooled batches to a collector, in order, each until it is acknowledged or refused.
 
-Owns the HTTP request, retries, and the leftovers of dead producers. Does not own the files (segments.py), nor what
-fills them (exporter.py).
+What waits goes in one request where the receiver takes that (``wire.SPOOL_PATH``), as ours does, so that it is stored
+in one transaction; to any other OTLP receiver each batch is a request of its signal. Owns the HTTP requests, retries,
+and the leftovers of dead producers. Does not own the files (segments.py), nor what fills them (exporter.py).
 """
 
 from __future__ import annotations
@@ -27,12 +28,24 @@ from rlinsight import names
 from rlinsight.counts import Counts, correct, of_killed, remove
 from rlinsight.errors import CollectorError, SpoolError
 from rlinsight.otlp import Encoder
-from rlinsight.segments import LOCK, Batch, Segments
-from rlinsight.wire import PRODUCER_HEADER, SEQ_HEADER, partial_success
+from rlinsight.segments import LOCK, Segments
+from rlinsight.wire import (
+    PRODUCER_HEADER,
+    SEQ_HEADER,
+    SPOOL_PATH,
+    SPOOL_RECORDS,
+    SPOOL_TYPE,
+    Batch,
+    partial_success,
+    read_outcomes,
+    record,
+)
 
 POST_TIMEOUT_S = 10.0
 POLL_S = 0.5
 BACKOFF_S = (0.1, 5.0)  # first and longest wait between attempts; each is jittered by half
+REQUEST_BYTES = 4 * 1024**2  # of several batches in one request
+UNKNOWN = frozenset({404, 405, 501})  # a receiver's word about a path it does not have
 REFUSED = frozenset({400, 413, 415, 422})  # the batch itself is at fault: trying again cannot help
 MAX_RETRY_AFTER_S = 60.0  # of what a server asks for: by then another may serve the store
 MAX_SERVER_ERRORS = 10  # answers 500 to one batch before it counts as poison, so that it does not block the rest
@@ -76,41 +89,59 @@ class Sender:
         self._counts = counts
         self._locate = locate
         self._address = endpoint, token
+        self._alone = 0  # batches to send one by one: in a request of several, one of them was no good
         self._aim(endpoint, token)
         self._random = random.Random()  # its own: training seeds and reads the global generator
         self._unreachable = False
 
-    def run(self, stop: threading.Event, *, until_empty: bool = False, deadline: float = math.inf) -> None:
+    def run(
+        self,
+        stop: threading.Event,
+        *,
+        until_empty: bool = False,
+        deadline: float = math.inf,
+        due: threading.Event | None = None,
+    ) -> None:
         """Deliver until ``stop``, until the folder is empty if asked, or until ``deadline`` (time.monotonic).
 
+        With ``due``, all that is there each time that is set, and ``stop`` is seen then; else whatever comes, at once.
         Raises CollectorError when it should come to an end and the collector wants another token.
         """
         attempts = server_errors = 0
+        empty = True
         while not stop.is_set() and time.monotonic() < deadline:
-            batch = self._segments.peek(0 if until_empty else POLL_S)
-            if batch is None:
+            if due is not None and empty:
+                due.wait()
+                due.clear()  # before looking: what is written from here on sets it again
+                if stop.is_set():
+                    return
+            records = SPOOL_RECORDS if self._bulk and not self._alone else 1
+            batches = self._segments.peek_many(0 if until_empty or due else POLL_S, records, REQUEST_BYTES)
+            empty = not batches
+            if empty:
                 if until_empty:
                     return
                 continue
-            reply = self.post(batch, min(POST_TIMEOUT_S, max(deadline - time.monotonic(), 0.1)))
+            replies = self._send(batches, min(POST_TIMEOUT_S, max(deadline - time.monotonic(), 0.1)))
             if stop.is_set():
                 return  # the folder may be another's by now; if it was stored, the collector knows it again
-            if reply.verdict in ("unavailable", "denied") and self._has_moved():
-                continue
-            if reply.verdict == "denied" and until_empty:
-                raise CollectorError(
-                    f"the collector at {self._address[0]} wants its token ({reply.detail}); it is in the .endpoint "
-                    "file beside the store, readable by who started it"
-                )
-            server_errors += reply.verdict == "failed"
-            self._note_reachability(reply)
-            if reply.verdict == "stored" or reply.verdict == "refused" or server_errors >= MAX_SERVER_ERRORS:
+            for batch, reply in zip(batches, replies, strict=False):
+                if reply.verdict in ("unavailable", "denied") and self._has_moved():
+                    break
+                if reply.verdict == "denied" and until_empty:
+                    raise CollectorError(
+                        f"the collector at {self._address[0]} wants its token ({reply.detail}); it is in the .endpoint "
+                        "file beside the store, readable by who started it"
+                    )
+                server_errors += reply.verdict == "failed"
+                self._note_reachability(reply)
+                if reply.verdict not in ("stored", "refused") and server_errors < MAX_SERVER_ERRORS:
+                    attempts += 1
+                    self._counts.retried += attempts == 1
+                    stop.wait(max(min(self._pause(attempts, reply), deadline - time.monotonic()), 0))
+                    break
                 self._settle(batch, reply)
                 attempts = server_errors = 0
-            else:
-                attempts += 1
-                self._counts.retried += attempts == 1
-                stop.wait(max(min(self._pause(attempts, reply), deadline - time.monotonic()), 0))
 
     def close(self) -> None:
         """Close the connection."""
@@ -120,6 +151,7 @@ class Sender:
         self._connection = _connect(endpoint)
         self._base = urlsplit(endpoint).path.rstrip("/")
         self._authorization = {"Authorization": f"Bearer {token}"} if token else {}
+        self._bulk = True  # until the receiver says that it does not know that path
 
     def _has_moved(self) -> bool:
         """Whether the collector is another one now, with a port and token of its own; from here on it is that one."""
@@ -134,6 +166,7 @@ class Sender:
     def _settle(self, batch: Batch, reply: _Reply) -> None:
         """The batch is done with."""
         self.batches += 1
+        self._alone = max(self._alone - 1, 0)
         if reply.verdict == "stored":
             self._counts.sent += batch.items - reply.rejected
             self._counts.rejected += reply.rejected
@@ -161,37 +194,61 @@ class Sender:
         backoff = min(first * 2 ** min(attempts - 1, 16), longest) * self._random.uniform(0.5, 1.5)
         return max(backoff, min(reply.retry_after_s, MAX_RETRY_AFTER_S))
 
+    def _send(self, batches: list[Batch], timeout_s: float) -> list[_Reply]:
+        """One attempt to deliver batches: what became of the first of them, of several in a request of several."""
+        if not self._bulk or self._alone:
+            return [self.post(batches[0], timeout_s)]
+        headers = {"Content-Type": SPOOL_TYPE, PRODUCER_HEADER: self._segments.producer}
+        answer = self._request(SPOOL_PATH, b"".join(record(batch, batch.seq) for batch in batches), headers, timeout_s)
+        if isinstance(answer, _Reply):
+            return [answer]
+        head, body = answer
+        found = read_outcomes(body, batches) if head.status == 200 else None
+        if found is not None:
+            after = head.getheader("Retry-After")
+            return [_reply(each.status, each.detail, after, each.rejected) for each in found]
+        if head.status in UNKNOWN or head.status < 300:  # some say yes to everything
+            self._bulk = False
+            return self._send(batches, timeout_s)
+        reply = _reply(head.status, _detail(head.status, body), head.getheader("Retry-After"))
+        if reply.verdict not in ("refused", "failed"):
+            return [reply]
+        self._alone = len(batches)
+        return self._send(batches, timeout_s)
+
     def post(self, batch: Batch, timeout_s: float = POST_TIMEOUT_S) -> _Reply:
-        """One attempt to deliver a batch."""
+        """One attempt to deliver a batch, in a request of its signal."""
         headers = {
             "Content-Type": "application/x-protobuf",
             PRODUCER_HEADER: self._segments.producer,
             SEQ_HEADER: str(batch.seq),
-            **self._authorization,
         }
+        answer = self._request(f"/v1/{batch.signal}", batch.payload, headers, timeout_s)
+        if isinstance(answer, _Reply):
+            return answer
+        head, body = answer
+        if 200 <= head.status < 300:
+            rejected, detail = partial_success(batch.signal, body)
+            return _Reply("stored", detail, rejected=rejected)
+        return _reply(head.status, _detail(head.status, body), head.getheader("Retry-After"))
+
+    def _request(
+        self, path: str, body: bytes, headers: dict[str, str], timeout_s: float
+    ) -> tuple[http.client.HTTPResponse, bytes] | _Reply:
+        """The answer to a POST, or what to think of there being none."""
         reused = self._connection.sock is not None
         try:
             self._connection.timeout = timeout_s
             if self._connection.sock is not None:
                 self._connection.sock.settimeout(timeout_s)
-            self._connection.request("POST", f"{self._base}/v1/{batch.signal}", batch.payload, headers)
+            self._connection.request("POST", f"{self._base}{path}", body, headers | self._authorization)
             answer = self._connection.getresponse()
-            body = answer.read()
+            return answer, answer.read()
         except (OSError, http.client.HTTPException) as error:
             self._connection.close()  # the next request reconnects
             if reused and isinstance(error, ConnectionError):  # the server closed an idle connection
-                return self.post(batch, timeout_s)
+                return self._request(path, body, headers, timeout_s)
             return _Reply("unavailable", f"{type(error).__name__}: {error}")
-        if 200 <= answer.status < 300:
-            rejected, detail = partial_success(batch.signal, body)
-            return _Reply("stored", detail, rejected=rejected)
-        detail = f"HTTP {answer.status} {body[:200].decode('utf-8', 'replace')}".strip()
-        if answer.status in REFUSED:
-            return _Reply("refused", detail)
-        if answer.status in (401, 403):
-            return _Reply("denied", detail)
-        verdict = "failed" if answer.status == 500 else "unavailable"
-        return _Reply(verdict, detail, retry_after_s=_retry_after(answer.getheader("Retry-After")))
 
 
 def deliver_leftovers(spool_dir: Path, endpoint: str, token: str | None = None, timeout_s: float = 30.0) -> Delivered:
@@ -296,6 +353,21 @@ def _connect(endpoint: str) -> http.client.HTTPConnection:
     url = urlsplit(endpoint)
     kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
     return kind(url.hostname or "127.0.0.1", url.port, timeout=POST_TIMEOUT_S)
+
+
+def _detail(status: int, body: bytes) -> str:
+    return f"HTTP {status} {body[:200].decode('utf-8', 'replace')}".strip()
+
+
+def _reply(status: int, detail: str, retry_after: str | None, rejected: int = 0) -> _Reply:
+    """What HTTP's status says about a batch."""
+    if 200 <= status < 300:
+        return _Reply("stored", detail, rejected=rejected)
+    if status in REFUSED:
+        return _Reply("refused", detail)
+    if status in (401, 403):
+        return _Reply("denied", detail)
+    return _Reply("failed" if status == 500 else "unavailable", detail, retry_after_s=_retry_after(retry_after))
 
 
 def _retry_after(value: str | None) -> float:

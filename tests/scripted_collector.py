@@ -1,4 +1,4 @@
-"""An OTLP/HTTP server that answers from a script and keeps a ledger as the collector does."""
+"""An OTLP/HTTP server that answers from a script and keeps a ledger as the collector does; if asked it knows spools."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord
 from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+from rlinsight import wire
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,17 @@ class Request:
 
 
 class Collector:
-    """Requests received, and the batches stored once each by (producer, seq)."""
+    """Requests received, and the batches stored once each by (producer, seq).
 
-    def __init__(self, script: Sequence[Answer] = ()) -> None:
+    A stock receiver, unless it knows ``spools``: then each record of a request is answered from ``script`` as if it had
+    come alone, and the whole request from ``whole`` while there is anything in that.
+    """
+
+    def __init__(self, script: Sequence[Answer] = (), *, spools: bool = False, whole: Sequence[Answer] = ()) -> None:
         self.script = list(script)
+        self.spools = spools
+        self.whole = list(whole)
+        self.spool_requests: list[list[int]] = []  # the numbers of the records of each
         self.requests: list[Request] = []
         self.stored: dict[tuple[str, int], Request] = {}
         self.duplicates = 0
@@ -132,8 +141,11 @@ def running(collector: Collector, port: int = 0, idle_timeout_s: float | None = 
         timeout = idle_timeout_s
 
         def do_POST(self) -> None:
-            assert self.headers["Content-Type"] == "application/x-protobuf"
             body = self.rfile.read(int(self.headers["Content-Length"]))
+            if self.path == wire.SPOOL_PATH:
+                self.spool(body)
+                return
+            assert self.headers["Content-Type"] == "application/x-protobuf"
             producer, seq = self.headers["x-rlinsight-producer"], int(self.headers["x-rlinsight-seq"])
             answer = collector.take(Request(self.path, producer, seq, body, time.monotonic()))
             if answer.hang_up:
@@ -143,9 +155,29 @@ def running(collector: Collector, port: int = 0, idle_timeout_s: float | None = 
             reply = kind()
             if answer.rejected and isinstance(reply, ExportTraceServiceResponse):
                 reply.partial_success.rejected_spans = answer.rejected
-            payload = reply.SerializeToString()
-            self.send_response(answer.status)
-            for key, value in answer.headers.items():
+            self.answer(answer.status, answer.headers, reply.SerializeToString())
+
+        def spool(self, body: bytes) -> None:
+            batches = wire.unpack(body)
+            collector.spool_requests.append([batch.seq for batch in batches])
+            if collector.whole or not collector.spools:
+                whole = collector.whole.pop(0) if collector.spools else Answer(404)
+                self.answer(whole.status, whole.headers, b"")
+                return
+            assert self.headers["Content-Type"] == wire.SPOOL_TYPE
+            producer, found, headers = self.headers["x-rlinsight-producer"], [], {}
+            for batch in batches:
+                request = Request(f"/v1/{batch.signal}", producer, batch.seq, batch.payload, time.monotonic())
+                answer = collector.take(request)
+                self.close_connection |= answer.hang_up
+                found.append(wire.Outcome(batch.seq, answer.status, answer.rejected))
+                headers |= answer.headers
+            if not self.close_connection:
+                self.answer(200, headers, wire.outcomes(found))
+
+        def answer(self, status: int, headers: dict[str, str], payload: bytes) -> None:
+            self.send_response(status)
+            for key, value in headers.items():
                 self.send_header(key, value)
             self.send_header("Content-Length", str(len(payload)))
             self.end_headers()

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +14,11 @@ from pathlib import Path
 import pytest
 
 from collectors.server import start_process
-from rlinsight import counts, launch, names, segments, spool, store, telemetry
+from rlinsight import counts, exporter, launch, names, segments, spool, store, telemetry
+from rlinsight.counts import Counts
 from rlinsight.errors import CollectorError, SpoolError
-from rlinsight.segments import Batch, Segments
+from rlinsight.segments import Segments
+from rlinsight.wire import HEADER, Batch
 from tests.collectors import live
 from tests.scripted_collector import Answer, Collector, attributes, running
 
@@ -124,6 +127,146 @@ def test_partial_success_is_counted(tmp_path: Path) -> None:
                 pass
         assert not telemetry.shutdown(5)
         assert (health(collector)[names.REJECTED], health(collector)[names.SENT]) == (2, 3)
+
+
+def write(path: Path, count: int, size: int = 10) -> Segments:
+    """A living producer's folder with ``count`` batches of two items, numbered from 1."""
+    folder = Segments.create(path, "p", 2**30, b"{}")
+    assert folder.write([Batch("logs", 2, bytes(size)) for _ in range(count)]).disk == 0
+    return folder
+
+
+def deliver(folder: Segments, collector: Collector) -> Counts:
+    """Deliver all of a folder to a collector; returns what became of the items."""
+    counted = Counts()
+    sender = spool.Sender(folder, collector.url, None, counted)
+    sender.run(threading.Event(), until_empty=True)
+    sender.close()
+    return counted
+
+
+def test_what_waits_goes_in_one_request_and_each_record_has_its_own_fate(tmp_path: Path) -> None:
+    """Stored, partly stored and refused in one answer: the refused one is put aside, nothing is sent again."""
+    script = [Answer(), Answer(rejected=1), Answer(400), Answer()]
+    with running(Collector(script, spools=True)) as collector:
+        folder = write(tmp_path, 4)
+        counted = deliver(folder, collector)
+        assert collector.spool_requests == [[1, 2, 3, 4]]
+        assert (counted.sent, counted.rejected, counted.retried) == (5, 3, 0)
+        assert {seq for _, seq in collector.stored} == {1, 2, 4}
+        assert (folder.path / segments.DEAD_LETTERS).exists()
+        assert folder.pending == folder.pending_bytes == 0
+        folder.close()
+
+
+def test_records_behind_one_that_has_to_wait_are_settled_after_it(tmp_path: Path) -> None:
+    """503 for the second of three: the first is settled, the others come again after the time asked for."""
+    script = [Answer(), Answer(503, {"Retry-After": "0.3"}), Answer()]
+    with running(Collector(script, spools=True)) as collector:
+        folder = write(tmp_path, 3)
+        counted = deliver(folder, collector)
+        assert collector.spool_requests == [[1, 2, 3], [2, 3]]
+        assert [request.seq for request in collector.requests] == [1, 2, 3, 2, 3]
+        assert collector.requests[3].at - collector.requests[2].at >= 0.3
+        assert (counted.sent, counted.retried, collector.duplicates) == (6, 1, 1)
+        folder.close()
+
+
+def test_a_poisonous_record_is_put_aside_and_the_others_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that fails each time, first alone in its fate and then with the whole request, costs no other record."""
+    monkeypatch.setattr(spool, "BACKOFF_S", (0.001, 0.002))
+    script = [Answer(500), Answer()] * spool.MAX_SERVER_ERRORS
+    with running(Collector(script, spools=True)) as collector:
+        counted = deliver(folder := write(tmp_path / "record", 2), collector)
+        assert (counted.sent, counted.rejected) == (2, 2)
+        folder.close()
+    whole = [Answer(500)]
+    with running(Collector([Answer(500)] * spool.MAX_SERVER_ERRORS, spools=True, whole=whole)) as collector:
+        counted = deliver(folder := write(tmp_path / "request", 3), collector)
+        assert (counted.sent, counted.rejected) == (4, 2)
+        assert collector.spool_requests == [[1, 2, 3]]  # from then on one by one
+        assert [request.seq for request in collector.requests[-2:]] == [2, 3]
+        folder.close()
+
+
+@pytest.mark.parametrize("status", [404, 405, 501])
+def test_a_stock_receiver_is_asked_once(status: int, tmp_path: Path) -> None:
+    """One that does not know spools gets the requests it does know, and is not asked again at that address."""
+    with running(Collector(spools=True, whole=[Answer(status)])) as collector:
+        folder = write(tmp_path, 5)
+        assert deliver(folder, collector).sent == 10
+        assert collector.spool_requests == [[1, 2, 3, 4, 5]]
+        assert [request.seq for request in collector.requests] == [1, 2, 3, 4, 5]
+        folder.close()
+
+
+def test_a_receiver_that_says_yes_to_everything_is_not_taken_for_ours(tmp_path: Path) -> None:
+    """200 without the outcomes of these records stores nothing as far as the sender knows."""
+    with running(Collector(spools=True, whole=[Answer(200)])) as collector:
+        folder = write(tmp_path, 3)
+        assert deliver(folder, collector).sent == 6
+        assert len(collector.stored) == 3
+        folder.close()
+
+
+@pytest.mark.parametrize(("whole", "retried"), [(Answer(503), 1), (Answer(413), 0)])
+def test_a_whole_request_that_fails_costs_nothing(whole: Answer, retried: int, tmp_path: Path) -> None:
+    """Busy: all of it comes again. Refused: its records come one by one."""
+    with running(Collector(spools=True, whole=[whole])) as collector:
+        folder = write(tmp_path, 3)
+        counted = deliver(folder, collector)
+        assert (counted.sent, counted.rejected, counted.retried) == (6, 0, retried)
+        assert collector.spool_requests == [[1, 2, 3]] * (1 + retried)
+        folder.close()
+
+
+def test_a_lost_answer_to_several_records_duplicates_none(tmp_path: Path) -> None:
+    """Stored but never acknowledged, they come again under their numbers."""
+    with running(Collector([Answer(), Answer(hang_up=True)], spools=True)) as collector:
+        folder = write(tmp_path, 2)
+        assert deliver(folder, collector).sent == 4
+        assert (len(collector.stored), collector.duplicates) == (2, 2)
+        folder.close()
+
+
+def test_requests_of_several_records_are_bounded(tmp_path: Path) -> None:
+    """In records, and in bytes unless it is a single one."""
+    with running(Collector(spools=True)) as collector:
+        deliver(folder := write(tmp_path / "many", spool.SPOOL_RECORDS + 3), collector)
+        folder.close()
+        assert list(map(len, collector.spool_requests)) == [spool.SPOOL_RECORDS, 3]
+    with running(Collector(spools=True)) as collector:
+        deliver(folder := write(tmp_path / "large", 5, spool.REQUEST_BYTES * 2 // 5), collector)
+        assert list(map(len, collector.spool_requests)) == [2, 2, 1]
+        folder.close()
+
+
+def test_processes_deliver_by_the_clock_and_at_once_when_somebody_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is emitted waits on disk for the next multiple of the interval; flush and a backlog do not."""
+    monkeypatch.setattr(exporter, "DELIVER_S", 10**6)
+    monkeypatch.setattr(exporter, "BATCH_S", 0.02)
+    monkeypatch.setattr(exporter, "BACKLOG_BYTES", 100_000)
+    with running(Collector(spools=True)) as collector:
+        start(tmp_path, collector.url)
+        emit(0, 5)
+        time.sleep(0.3)
+        assert (indices(collector), len(list(tmp_path.rglob("*.seg")))) == ([], 1)
+        assert telemetry.flush(5)
+        assert indices(collector) == list(range(5))
+        telemetry.event("e", {"index": 5, "blob": b"x" * 200_000})
+        deadline = time.monotonic() + 5
+        while len(indices(collector)) < 6 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert indices(collector) == list(range(6))
+        monkeypatch.setattr(exporter, "DELIVER_S", 0.1)
+        emit(6, 8)
+        while len(indices(collector)) < 8 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert indices(collector) == list(range(8))
 
 
 def test_an_idle_connection_that_was_closed_is_not_an_outage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -324,7 +467,7 @@ def read_all(path: Path) -> tuple[list[bytes], Segments]:
     return payloads, folder
 
 
-@pytest.mark.parametrize("cut", [1, 5, 9, 12, segments.HEADER.size + 8])
+@pytest.mark.parametrize("cut", [1, 5, 9, 12, HEADER.size + 8])
 def test_a_torn_last_record_is_left_out_and_counted(cut: int, tmp_path: Path) -> None:
     """Whatever a kill cuts off the last record, all before it are read."""
     segment = fill(tmp_path)
@@ -340,7 +483,7 @@ def test_a_flipped_bit_costs_one_record(tmp_path: Path) -> None:
     """A record whose checksum is wrong is left out; those behind it are read."""
     segment = fill(tmp_path)
     data = bytearray(segment.read_bytes())
-    data[2 * (segments.HEADER.size + 9) + segments.HEADER.size] ^= 1
+    data[2 * (HEADER.size + 9) + HEADER.size] ^= 1
     segment.write_bytes(data)
     payloads, folder = read_all(tmp_path)
     assert payloads == [b"payload 0", b"payload 1", b"payload 3", b"payload 4"]

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import socket
 import stat
+import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import anyio
+import duckdb
 import grpc
+import httpx
 import psutil
 import pytest
 from google.rpc.error_details_pb2 import RetryInfo
@@ -30,9 +35,13 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from prometheus_client.parser import text_string_to_metric_families
 
 from collectors import limits, otlp_http, server
-from collectors.payload import PayloadError
-from collectors.writer import Overloaded
+from collectors.decode import Decoder
+from collectors.payload import PayloadError, parse
+from collectors.writer import PATIENCE_S, Overloaded, Writer
+from collectors.writer import Batch as writer_batch
+from rlinsight import schema
 from rlinsight.store import query
+from rlinsight.wire import SPOOL_RECORDS, SPOOL_TYPE, Batch, read_outcomes, record
 from tests.collectors.live import Collector, collector
 from tests.promises.support import log_request
 
@@ -118,6 +127,89 @@ def _metrics(running: Collector) -> dict[str, float]:
         for family in families
         for sample in family.samples
     }
+
+
+def _spool(running: Collector, body: bytes, **headers: str) -> httpx.Response:
+    named = {"content-type": SPOOL_TYPE, "x-rlinsight-producer": "spooler"} | headers
+    return running.http.post("/v1/spool", content=body, headers=named)
+
+
+@pytest.mark.slow
+def test_the_records_of_a_spool_are_batches_of_their_own_in_one_transaction(shared: Collector) -> None:
+    """Each has the row it would have had alone, and its own status; one that is malformed harms no other."""
+    sent = [
+        Batch("logs", 3, log_request(range(3), event="spooled")),
+        Batch("traces", 1, b"\xff"),
+        Batch("metrics", 0, b""),
+        Batch("logs", 2, log_request(range(3, 5), event="spooled")),
+    ]
+    body = b"".join(record(batch, seq) for seq, batch in enumerate(sent, start=1))
+    sent = [replace(batch, seq=seq) for seq, batch in enumerate(sent, start=1)]
+    for _ in range(2):  # the second time nothing is new, and the answer the same
+        reply = _spool(shared, body)
+        found = read_outcomes(reply.content, sent)
+        assert found is not None
+        assert [(each.status, each.rejected) for each in found] == [(200, 0), (400, 0), (200, 0), (200, 0)]
+        assert "OTLP traces" in found[1].detail
+    alone = {**PROTOBUF, "x-rlinsight-producer": "spooler", "x-rlinsight-seq": "4"}
+    shared.http.post("/v1/logs", content=sent[3].payload, headers=alone).raise_for_status()
+    ledger = "SELECT batch_id, rows, bytes FROM ingest_batches WHERE producer = 'spooler' ORDER BY seq"
+    assert _ask(shared, ledger) == [
+        {"batch_id": "spooler/logs/1", "rows": 3, "bytes": len(sent[0].payload)},
+        {"batch_id": "spooler/metrics/3", "rows": 0, "bytes": 0},
+        {"batch_id": "spooler/logs/4", "rows": 2, "bytes": len(sent[3].payload)},
+    ]
+    commits = "SELECT count(DISTINCT committed_ns) AS n FROM ingest_batches WHERE producer = 'spooler'"
+    assert _ask(shared, commits) == [{"n": 1}]
+    assert _ask(shared, "SELECT count(*) AS n FROM otel_logs WHERE event_name = 'spooled'") == [{"n": 5}]
+
+
+@pytest.mark.slow
+def test_a_body_that_is_no_spool_is_refused_whole(shared: Collector) -> None:
+    """Cut short, damaged, empty, too many records, nobody's, or of a type that a web page could send."""
+    good = record(Batch("logs", 1, log_request([0], event="refused")), 1)
+    flipped = bytearray(good)
+    flipped[-1] ^= 1
+    for body, status in (
+        (good + good[:-1], 400),
+        (good + bytes(flipped), 400),
+        (good + b"more", 400),
+        (b"", 400),
+        (good * (SPOOL_RECORDS + 1), 400),
+    ):
+        assert _spool(shared, body).status_code == status
+    assert _spool(shared, good, **{"x-rlinsight-producer": ""}).status_code == 400
+    assert _spool(shared, good, **PROTOBUF).status_code == 415
+    assert _spool(shared, gzip.compress(bytes(20 * 1024**2)), **{"content-encoding": "gzip"}).status_code == 413
+    assert _ask(shared, "SELECT count(*) AS n FROM otel_logs WHERE event_name = 'refused'") == [{"n": 0}]
+
+
+def test_patient_batches_wait_for_others_and_an_impatient_one_takes_them_along() -> None:
+    """Those that come within a moment share a transaction; a foreign batch neither waits nor lets them."""
+    con = duckdb.connect()
+    schema.apply(con, Path(":memory:"))
+    columns = schema.columns(con)
+    writer, decoder = Writer(con, columns), Decoder(columns)
+
+    def submit(number: int, patient: bool) -> Any:
+        body = log_request([number])
+        decoded = decoder.logs(parse("logs", body, PROTOBUF["content-type"]), f"p/logs/{number}", 1)
+        return writer.submit(writer_batch(f"p/logs/{number}", "p", number, "logs", 1, 1, decoded, patient=patient))
+
+    writer.start()
+    began = time.monotonic()
+    first, second = submit(0, True), None
+    time.sleep(PATIENCE_S / 5)
+    second = submit(1, True)
+    assert first.result(10)
+    assert second.result(10)
+    assert time.monotonic() - began >= PATIENCE_S
+    assert writer.stats.commits == 1
+    third = submit(2, True)
+    assert submit(3, False).result(10)
+    assert third.done()
+    assert writer.stats.commits == 2
+    writer.close()
 
 
 @pytest.mark.slow

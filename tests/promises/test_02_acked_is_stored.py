@@ -18,7 +18,8 @@ import pytest
 from collectors.server import start_process
 from rlinsight import names, spool, store
 from rlinsight.counts import Counts
-from rlinsight.segments import Batch, Segments
+from rlinsight.segments import Segments
+from rlinsight.wire import Batch
 from tests.promises.kill_writer import IN_FLIGHT
 from tests.promises.support import ROOT, log_request, stopped
 

@@ -34,7 +34,10 @@ def test_beyond_loopback_nothing_is_said_without_the_token(tmp_path: Path) -> No
     with collector(tmp_path / "s.duckdb", "--listen", "0.0.0.0", "--token-file", str(file)) as running:
         body, wrong = log_request([1]), {"Authorization": f"Bearer {'x' * 43}"}
         for method, path in (
-            *(("POST", f"/v1/{name}") for name in ("traces", "logs", "metrics", "sql", "owners", "targets", "prune")),
+            *(
+                ("POST", f"/v1/{name}")
+                for name in ("traces", "logs", "metrics", "spool", "sql", "owners", "targets", "prune")
+            ),
             *(("DELETE", "/v1/owners"), ("DELETE", "/v1/targets"), ("GET", "/v1/targets"), ("GET", "/metrics")),
         ):
             for headers in ({}, wrong, {"Authorization": f"Basic {running.endpoint.token}"}):
