@@ -18,14 +18,16 @@ def build_engine(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     model_dir: Path,
+    merge_adapters: bool = True,
 ) -> RolloutEngine:
     """The engine ``rollout.engine`` names, over ``model``; serves its weights once ``sync_weights`` was called.
 
-    ``model_dir`` is where the model came from.
+    ``model_dir`` is where the model came from. ``merge_adapters`` false makes the native engine compute adapters apart;
+    vLLM gets merged weights always.
     """
     stop_token_ids = models.end_of_turn_ids(model.generation_config, tokenizer)
     if rollout.engine == "native":
-        return NativeEngine(model, tokenizer, stop_token_ids, rollout.max_batch_size)
+        return NativeEngine(model, tokenizer, stop_token_ids, rollout.max_batch_size, merge_adapters)
     from core_trainer.rollout.vllm import VllmEngine
 
     return VllmEngine(

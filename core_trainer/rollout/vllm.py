@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from core_trainer import models
+from core_trainer import lora, models
 from core_trainer.rollout.engine import GenerateRequest, SyncedBytes
 from core_trainer.types import FinishReason, Turn
 from rlinsight import names, telemetry
@@ -107,13 +107,13 @@ class VllmEngine:
             ) from error
 
     def sync_weights(self, policy_version: int) -> SyncedBytes:
-        """Copy the policy's weights into vLLM and forget what the old ones computed.
+        """Copy the policy's weights, adapters merged, into vLLM and forget what the old ones computed.
 
         Raises RlinsightError if vLLM does not take them, or while requests are running.
         """
         if self._live:
             raise RlinsightError(f"weights cannot be synced while {len(self._live)} requests are being sampled")
-        weights = [(name, parameter.detach()) for name, parameter in self.model.named_parameters()]
+        weights = list(lora.merged_state(self.model).items())
         try:
             self._engine.collective_rpc(_reload, args=(weights,))
         except Exception as error:

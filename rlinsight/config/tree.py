@@ -39,6 +39,11 @@ class Config(Section):
                 f"rollout.group_size={self.rollout.group_size} with {self.algorithm.name} gives zero advantages; "
                 "set rollout.group_size >= 2"
             )
+        if self.model.lora is not None and self.model.lora.sync == "adapter" and self.rollout.engine != "native":
+            raise ValueError(
+                f"model.lora.sync=adapter works with rollout.engine: native only, not {self.rollout.engine}; "
+                "set model.lora.sync: merged"
+            )
         groups, workers = self.trainer.prompts_per_step, self.trainer.num_workers
         if groups % workers:
             raise ValueError(

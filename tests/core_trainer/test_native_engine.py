@@ -116,7 +116,7 @@ def test_new_weights_take_effect_at_the_refresh(tiny_model: Path) -> None:
             parameter.mul_(-0.7)
     synced = engine.sync_weights(5)
     assert synced.moved == 0
-    assert synced.refreshed > 0
+    assert (synced.refreshed > 0) is torch.ops.mkldnn._is_mkldnn_bf16_supported()  # nothing is packed without AVX-512
     after = generate(engine, [request])[0]
     fresh = NativeEngine(engine.model, engine.tokenizer, (), 8)
     fresh.sync_weights(5)

@@ -61,7 +61,9 @@ class NativeEngine:
         tokenizer: PreTrainedTokenizerBase,
         stop_token_ids: tuple[int, ...],
         max_batch_size: int,
+        merge_adapters: bool = True,
     ) -> None:
+        """``merge_adapters``: see PackedLinears; without adapters in the model it changes nothing."""
         self.model, self.tokenizer = model, tokenizer
         self.stop_token_ids = frozenset(stop_token_ids)
         self.max_batch_size = max_batch_size
@@ -73,12 +75,12 @@ class NativeEngine:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # running[i] owns cache slot i
         self._cache = KVCache(model.config, model.dtype, model.device)
-        self._packed = PackedLinears(model)
+        self._packed = PackedLinears(model, merge_adapters)
         self._live: dict[str, Sequence] = {}  # by request id, until answered
         self._driver: asyncio.Task[None] | None = None
 
     def sync_weights(self, policy_version: int) -> SyncedBytes:
-        """Serve the model's current weights: nothing moves, packed copies are rewritten."""
+        """Serve the model's current weights: nothing moves, packed and merged copies are rewritten."""
         self.policy_version = policy_version
         return SyncedBytes(0, self._packed.refresh())
 
