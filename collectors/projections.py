@@ -272,6 +272,7 @@ PROJECTIONS: tuple[Projection, ...] = (
             "metric": names.EVAL_METRIC,
             "value": names.EVAL_VALUE,
             "num_samples": names.EVAL_SAMPLES,
+            "std_error": names.EVAL_STD_ERROR,
         },
         name=names.EVAL,
     ),

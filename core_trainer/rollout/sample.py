@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
@@ -26,6 +27,7 @@ class Group:
     prompt: Prompt
     size: int
     seeds: tuple[int, ...]  # [size]
+    split: Literal["train", "eval"] = "train"  # eval: no update may learn from it
 
 
 def make_groups(prompts: Sequence[Prompt], group_size: int, seed: int, step: int, attempt: int) -> list[Group]:
@@ -34,12 +36,13 @@ def make_groups(prompts: Sequence[Prompt], group_size: int, seed: int, step: int
     """
     groups = []
     for i, prompt in enumerate(prompts):
-        seeds = tuple(_seed(f"{seed}/{step}/{i}/{j}") for j in range(group_size))
+        seeds = tuple(sample_seed(f"{seed}/{step}/{i}/{j}") for j in range(group_size))
         groups.append(Group(f"a{attempt}-s{step:06d}-g{i:04d}", prompt, group_size, seeds))
     return groups
 
 
-def _seed(key: str) -> int:
+def sample_seed(key: str) -> int:
+    """A request's seed from what identifies the sample."""
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") >> 1  # fits OTLP's signed integers
 
 
@@ -58,11 +61,11 @@ async def sample_rollouts(
     for group in groups:
         _record_group(group)
     step = telemetry.inject()
-    seeds = [seed for group in groups for seed in group.seeds]
+    samples = [(group, seed) for group in groups for seed in group.seeds]
     waiting = [_one_turn(engine, group, j, params) for group in groups for j in range(group.size)]
     rollouts = await asyncio.gather(*waiting)
-    for rollout, seed in zip(rollouts, seeds, strict=True):
-        _record_rollout(rollout, replace(params, seed=seed), piece, engine.name, replica, model, step)
+    for rollout, (group, seed) in zip(rollouts, samples, strict=True):
+        _record_rollout(rollout, group.split, replace(params, seed=seed), piece, engine.name, replica, model, step)
     return rollouts
 
 
@@ -88,6 +91,7 @@ def _record_group(group: Group) -> None:
 
 def _record_rollout(
     rollout: Rollout,
+    split: str,
     params: SamplingParams,
     piece: Callable[[int], str],
     engine: str,
@@ -134,6 +138,7 @@ def _record_rollout(
             **identity,
             names.PROMPT_ID: rollout.prompt.prompt_id,
             names.SAMPLE_INDEX: rollout.sample_index,
+            names.SPLIT: split,
             names.POLICY_VERSION_MIN: rollout.policy_version,
             names.POLICY_VERSION_MAX: max(turn.policy_version for turn in rollout.turns),
             names.STATUS: "ok",

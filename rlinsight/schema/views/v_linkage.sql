@@ -1,7 +1,8 @@
 -- How complete are the joins? Per run and edge: n rows on the left, how many of them find their partner, and the fraction.
 -- While a run is live, what is still travelling counts as not linked; a finished run should show 1 on every line.
 -- rollout->reward, rollout->training and step->metrics are about steps that finished: one that was abandoned or failed owes
--- none of them. Rollouts of a validation (split eval) owe no group, reward or training either.
+-- none of them. Rollouts of a validation (split eval) owe no step (the first comes before any),
+-- group, reward or training either; those that reward.on_error dropped owe no training.
 -- turn->serving_request is about runs whose engines report their requests; span_start->span about spans that should have ended:
 -- those of attempts that reported their end.
 CREATE OR REPLACE VIEW v_linkage AS
@@ -21,7 +22,8 @@ known_steps AS (
   UNION ALL SELECT hash(run_id, trace_id, parent_span_id) FROM serving_requests WHERE parent_span_id IS NOT NULL
 ), edges AS (
   SELECT run_id, 'rollout->step' AS edge, count(*) AS n,
-    count(*) FILTER (hash(run_id, attempt, step) IN (SELECT k FROM known_steps)) AS linked FROM rollout_samples GROUP BY run_id
+    count(*) FILTER (hash(run_id, attempt, step) IN (SELECT k FROM known_steps)) AS linked FROM rollout_samples
+  WHERE split IS DISTINCT FROM 'eval' GROUP BY run_id
   UNION ALL
   SELECT run_id, 'rollout->group', count(*),
     count(*) FILTER (hash(run_id, attempt, group_id) IN (SELECT hash(run_id, attempt, group_id) FROM group_prompts))
@@ -39,7 +41,8 @@ known_steps AS (
     count(*) FILTER (k IN (SELECT hash(run_id, attempt, rollout_id) FROM rollout_scores)) FROM due GROUP BY run_id
   UNION ALL
   SELECT run_id, 'rollout->training', count(*),
-    count(*) FILTER (k IN (SELECT hash(run_id, attempt, rollout_id) FROM rollout_training)) FROM due GROUP BY run_id
+    count(*) FILTER (k IN (SELECT hash(run_id, attempt, rollout_id) FROM rollout_training)) FROM due
+  WHERE k NOT IN (SELECT hash(run_id, attempt, rollout_id) FROM rollout_scores WHERE status = 'dropped') GROUP BY run_id
   UNION ALL
   SELECT run_id, 'turn->rollout', count(*), count(*) FILTER (hash(run_id, attempt, rollout_id) IN (SELECT k FROM sampled))
   FROM turns GROUP BY run_id
