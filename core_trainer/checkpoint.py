@@ -2,7 +2,8 @@
 
     checkpoints/
       step-000010/
-        config.json, tokenizer files, model.safetensors   master weights in full precision, loadable by transformers
+        config.json, tokenizer files, model.safetensors   master weights in full precision, loadable by transformers;
+                                                          with LoRA adapter_config.json, adapter_model.safetensors
         optimizer.safetensors                             AdamW moments
         critic/...                                        a part of its own for whoever else has state
         trainer.json                                      the controller's state; size and CRC-32 of every file above
@@ -24,11 +25,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from core_trainer import lora, models
 from core_trainer.optimizer import MasterOptimizer
+from rlinsight.config import ModelSection, TrainerSection
 from rlinsight.errors import CheckpointError
 
 WEIGHTS, OPTIMIZER, STATE, BEST = "model.safetensors", "optimizer.safetensors", "trainer.json", "best"
@@ -149,14 +153,20 @@ def resume(directory: Path, expected: Mapping[str, Any]) -> TrainerState:
             f"checkpoint {directory} belongs to another run: {', '.join(different)}; resume with the settings it was "
             "written with, or start a new run with model.source set to it"
         )
-    for name, content in _files(directory).items():
+    check_content(directory)
+    return state
+
+
+def check_content(directory: Path) -> None:
+    """Read every byte of a checkpoint. Raises CheckpointError naming the first file that is not as it was written."""
+    read_state(directory)
+    for name, content in json.loads((directory / STATE).read_text())["files"].items():
         found = _content(directory / name)
         if found != content:
             raise CheckpointError(
                 f"checkpoint {directory} is damaged: the content of {name} has changed since it was written (CRC-32 "
-                f"{found['crc32']}, not {content['crc32']}); resume from an older one"
+                f"{found['crc32']}, not {content['crc32']}); take an older one"
             )
-    return state
 
 
 def read_state(directory: Path) -> TrainerState:
@@ -175,12 +185,8 @@ def read_state(directory: Path) -> TrainerState:
         found = file.stat().st_size if file.exists() else None
         if found != size:
             what = "is missing" if found is None else f"has {found} bytes, not {size}"
-            raise CheckpointError(f"checkpoint {directory} is damaged: {name} {what}; resume from an older one")
+            raise CheckpointError(f"checkpoint {directory} is damaged: {name} {what}; take an older one")
     return state
-
-
-def _files(directory: Path) -> dict[str, dict[str, Any]]:
-    return json.loads((directory / STATE).read_text())["files"]
 
 
 def _content(file: Path) -> dict[str, Any]:
@@ -205,16 +211,46 @@ def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
 # A model with its optimizer -------------------------------------------------------------------------------------------
 
 
+def load_policy(
+    section: ModelSection, trainer: TrainerSection, model_dir: Path, resume: Path | None, seed: int
+) -> tuple[PreTrainedModel, MasterOptimizer, int]:
+    """Model to train in the compute dtype, its optimizer, and the policy_version: fresh, or from checkpoint ``resume``.
+
+    With LoRA the model comes from ``model_dir`` in any case; ``seed`` draws fresh adapters. Raises ModelError or
+    CheckpointError.
+    """
+    source = resume if resume is not None and section.lora is None else model_dir
+    model = models.load_model(source, torch.float32)
+    if section.lora is not None:
+        lora.wrap(model, section.lora, seed)
+        if resume is not None:
+            lora.load(model, resume)
+    models.to_accelerator(model)
+    compute_dtype = models.compute_dtype(section.compute_dtype)
+    # Masters are taken from full-precision weights, before the model's are rounded.
+    optimizer = MasterOptimizer(model, trainer, torch.float32 if section.master_dtype == "float32" else compute_dtype)
+    for parameter in model.parameters():  # not model.to(): rotary tables stay in float32
+        parameter.data = parameter.data.to(compute_dtype)
+    return model, optimizer, load_optimizer(resume, optimizer) if resume is not None else 0
+
+
 def save_policy(
     directory: Path, model: PreTrainedModel, source: Path, optimizer: MasterOptimizer, policy_version: int
 ) -> None:
-    """Write master weights, optimizer and the files of ``source`` that are not weights."""
+    """Write master weights, optimizer and the files of ``source`` that are not weights; of a LoRA model the adapters.
+
+    ``source`` is the directory the model came from, which saved adapters name as the model they belong to.
+    """
     try:
-        copy_model_files(source, directory)
         masters = optimizer.named_master(model)  # tied weights appear once, as transformers expects
-        known = {id(parameter) for parameter in model.parameters()}
-        kept = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if id(tensor) not in known}
-        save_file({**masters, **kept}, directory / WEIGHTS, metadata={"format": "pt"})
+        if lora.adapted(model):
+            lora.save(directory, model, masters, str(source))
+        else:
+            copy_model_files(source, directory)
+            known = {id(parameter) for parameter in model.parameters()}
+            state = model.state_dict(keep_vars=True)
+            kept = {name: tensor for name, tensor in state.items() if id(tensor) not in known}
+            save_file({**masters, **kept}, directory / WEIGHTS, metadata={"format": "pt"})
         save_optimizer(directory, optimizer, policy_version)
     except (OSError, SafetensorError) as error:
         raise _cannot_write(directory, error) from None

@@ -37,7 +37,7 @@ class RunSummary:
 
     status: Literal["finished", "interrupted"]
     step: int  # last finished step
-    rewards: list[float]  # mean reward of each step of this attempt
+    curve: list[float]  # of each step of this attempt the number it is about: mean reward, or loss of a supervised run
     checkpoint: Path | None  # newest resumable checkpoint
 
 

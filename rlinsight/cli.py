@@ -17,7 +17,7 @@ from rlinsight.errors import ConfigError, RlinsightError
 from rlinsight.store_cli import KeepBytes, KeepDays, Store, compact, export_app, in_bytes, prune, rebuild
 
 if TYPE_CHECKING:
-    from rlinsight.config import Config
+    from rlinsight.config import Config, SftConfig
 
 app = typer.Typer(
     name="rlinsight",
@@ -48,21 +48,22 @@ Overrides = Annotated[
 ]
 
 
+OverridesOrRun = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE | RUN",
+        help="Changes to the file; with --resume also the id or folder of the run to continue.",
+        show_default=False,
+    ),
+]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Continue from the newest checkpoint of RUN, or of the newest run.")
+]
+Supervised = Annotated[bool, typer.Option("--sft", help="CONFIG is one of `rlinsight sft`.")]
+
+
 @app.command()
-def train(
-    config: ConfigFile,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="KEY=VALUE | RUN",
-            help="Changes to the file; with --resume also the id or folder of the run to continue.",
-            show_default=False,
-        ),
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue from the newest checkpoint of RUN, or of the newest run.")
-    ] = False,
-) -> None:
+def train(config: ConfigFile, overrides: OverridesOrRun = None, resume: Resume = False) -> None:
     """Train a model with the run described in CONFIG.
 
     \b
@@ -74,17 +75,58 @@ def train(
     Ctrl-C finishes an update that has begun, drops a step whose update has not, and leaves a checkpoint; twice stops at
     once.
     """
+    from rlinsight.config import Config
+
+    _launch(config, overrides or [], resume, Config)
+
+
+@app.command()
+def sft(config: ConfigFile, overrides: OverridesOrRun = None, resume: Resume = False) -> None:
+    """Fine-tune a model on the responses of a dataset, as a start for `rlinsight train`.
+
+    \b
+    rlinsight sft configs/sft.yaml
+    rlinsight sft configs/sft.yaml trainer.total_steps=5
+    rlinsight sft configs/sft.yaml --resume
+
+    Its checkpoints are model directories: set one as model.source of `rlinsight train`. Ctrl-C leaves one that resumes.
+    """
+    from rlinsight.config import SftConfig
+
+    _launch(config, overrides or [], resume, SftConfig)
+
+
+@app.command("export-model")
+def export_model(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="A step-<n> folder of a run.", show_default=False)
+    ],
+    output: Annotated[
+        Path, typer.Argument(metavar="OUT", help="Folder to write; made if missing.", show_default=False)
+    ],
+    dtype: Annotated[str, typer.Option(metavar="float32|bfloat16|float16", help="Precision of the weights.")] = (
+        "bfloat16"
+    ),
+    adapter_only: Annotated[
+        bool, typer.Option("--adapter-only", help="Write the LoRA adapter for peft, not a model it is merged into.")
+    ] = False,
+) -> None:
+    """Write a checkpoint as a plain Hugging Face model directory, a LoRA adapter merged into its model.
+
+    \b
+    rlinsight export-model runs/quickstart-20260131-101500-1f3a/checkpoints/step-000024 my-model
+    rlinsight export-model runs/quickstart-20260131-101500-1f3a/checkpoints/step-000024 my-model --dtype float32
+    """
     from rich.console import Console
 
-    words = overrides or []
-    runs = [word for word in words if "=" not in word] if resume else []
-    if len(runs) > 1:
-        raise ConfigError(f"--resume takes one run, not {len(runs)}: {', '.join(runs)}")
-    loaded = _load(config, [word for word in words if word not in runs])
+    console = Console()
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise ConfigError(f"--dtype {dtype} is not known; give float32, bfloat16 or float16")
+    with console.status("loading torch") as status:
+        from core_trainer.export import export
 
-    from rlinsight import launch
-
-    raise typer.Exit(launch.train(loaded, Console(), resume=resume, wanted=runs[0] if runs else None))
+        export(checkpoint, output, dtype, adapter_only, lambda text: status.update(text))
+    console.print(f"{output} holds the {'adapter' if adapter_only else 'model'} of {checkpoint}", soft_wrap=True)
 
 
 @app.command()
@@ -267,29 +309,34 @@ def docs(
 
 
 @config_app.command("show")
-def config_show(config: ConfigFile, overrides: Overrides = None) -> None:
+def config_show(config: ConfigFile, overrides: Overrides = None, sft: Supervised = False) -> None:
     """Print CONFIG with every default and override filled in.
 
     \b
     rlinsight config show configs/quickstart.yaml trainer.total_steps=5
+    rlinsight config show configs/sft.yaml --sft
     """
     import yaml
 
-    typer.echo(yaml.safe_dump(_load(config, overrides or []).model_dump(mode="json"), sort_keys=False), nl=False)
+    from rlinsight.config import Config, SftConfig
+
+    loaded = _load(config, overrides or [], SftConfig if sft else Config)
+    typer.echo(yaml.safe_dump(loaded.model_dump(mode="json"), sort_keys=False), nl=False)
 
 
 @config_app.command("schema")
-def config_schema() -> None:
+def config_schema(sft: Supervised = False) -> None:
     """Print the JSON schema of CONFIG: every option, its default and its meaning.
 
     \b
     rlinsight config schema > rlinsight.schema.json
+    rlinsight config schema --sft > sft.schema.json
     """
     import json
 
-    from rlinsight.config import schema
+    from rlinsight.config import Config, SftConfig, schema
 
-    typer.echo(json.dumps(schema(), indent=2))
+    typer.echo(json.dumps(schema(SftConfig if sft else Config), indent=2))
 
 
 def main() -> None:
@@ -302,16 +349,30 @@ def main() -> None:
         sys.exit(error.exit_code)
 
 
-def _load(file: Path, overrides: list[str]) -> Config:
+def _launch(file: Path, words: list[str], resume: bool, kind: type[Config | SftConfig]) -> NoReturn:
+    """Train as the file and the words after it say, and exit with the run's code."""
+    from rich.console import Console
+
+    runs = [word for word in words if "=" not in word] if resume else []
+    if len(runs) > 1:
+        raise ConfigError(f"--resume takes one run, not {len(runs)}: {', '.join(runs)}")
+    loaded = _load(file, [word for word in words if word not in runs], kind)
+
+    from rlinsight import launch
+
+    raise typer.Exit(launch.train(loaded, Console(), resume=resume, wanted=runs[0] if runs else None))
+
+
+def _load(file: Path, overrides: list[str], kind: type[Config | SftConfig]) -> Config | SftConfig:
     """The config with RLINSIGHT_STORE as its store unless it names one: training writes where the readers look."""
     import json
 
     from rlinsight.config import load
 
-    loaded = load(file, overrides)
+    loaded = load(file, overrides, kind)
     store = os.environ.get("RLINSIGHT_STORE")
     if store and "store" not in loaded.telemetry.model_fields_set:
-        loaded = load(file, [*overrides, f"telemetry.store={json.dumps(store)}"])
+        loaded = load(file, [*overrides, f"telemetry.store={json.dumps(store)}"], kind)
     return loaded
 
 

@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING, Any
 from core_trainer.job import Job, Reporter, RunSummary
 from rlinsight import host, names, preflight, run_dir, scraping, spool, store, telemetry
 from rlinsight.collecting import collector, found_or_started
-from rlinsight.config import Config, TelemetrySection
+from rlinsight.config import Config, SftConfig, TelemetrySection
 from rlinsight.errors import CollectorError, RlinsightError, SpoolError, StoreError
 from rlinsight.progress import Completeness, Progress
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-Controller = Callable[[Config, Job, Reporter], RunSummary]
+Controller = Callable[[Any, Job, Reporter], RunSummary]  # its first argument is the config it is for
 
 # A run's last records are kilobytes; what is not acknowledged by then stays in the spool for the next start.
 DELIVERY_TIMEOUT_S = 15.0
@@ -40,7 +40,7 @@ INGEST_TIMEOUT_S = 24 * 3600.0  # a spool of an offline cluster may be large; pr
 
 
 def train(
-    config: Config,
+    config: Config | SftConfig,
     console: Console,
     *,
     resume: bool = False,
@@ -50,7 +50,8 @@ def train(
     """Train, and return the process's exit code: 0, or 128 + signal when the user stopped it.
 
     ``resume`` continues ``wanted`` (a run id or folder), or the newest run of the config's name. ``controller`` stands
-    in for ``core_trainer.controller.run``. Raises RlinsightError for whatever the user can act on.
+    in for ``core_trainer.controller.run`` or ``core_trainer.sft.run``. Raises RlinsightError for whatever the user can
+    act on.
     """
     sys.path.append(os.getcwd())  # a console script's path lacks the folder in which people write their rewards
     preflight.check(config)
@@ -72,12 +73,12 @@ def train(
             token=endpoint.token if endpoint else None,
             store=config.telemetry.store.absolute(),
         )
-        progress = Progress(console, run.run_id, config.trainer.total_steps)
+        progress = Progress(console, run.run_id, config.trainer.total_steps, config.algorithm.name)
         recorded = _recorded(config, job) if section.enabled else nullcontext(_End())
         with progress, recorded as end, scraping.scraped(section, run.run_id, attempt.attempt):
             progress.stage(f"run {run.run_id}, attempt {job.attempt}; Ctrl-C stops it with a checkpoint")
             try:
-                controller = controller or _trainer()
+                controller = controller or _trainer(config)
                 with signals.graceful(progress):
                     summary = controller(config, job, progress)
                 end.status = summary.status
@@ -128,7 +129,7 @@ def ingest(directory: Path, path: Path) -> str:
     return text
 
 
-def _deliver_abandoned(config: Config, endpoint: store.Endpoint, console: Console) -> None:
+def _deliver_abandoned(config: Config | SftConfig, endpoint: store.Endpoint, console: Console) -> None:
     """Bring in what earlier runs left on disk."""
     for folder in run_dir.abandoned_spools(config):
         try:
@@ -137,11 +138,11 @@ def _deliver_abandoned(config: Config, endpoint: store.Endpoint, console: Consol
             _say(console, [f"warning: {error}"])
 
 
-def _trainer() -> Controller:
+def _trainer(config: Config | SftConfig) -> Controller:
     """The real controller. Importing it loads torch and ray, which takes seconds."""
-    from core_trainer import controller
+    from core_trainer import controller, sft
 
-    return controller.run
+    return sft.run if isinstance(config, SftConfig) else controller.run
 
 
 def _keep(section: TelemetrySection) -> list[str]:
@@ -164,7 +165,7 @@ class _End:
 
 
 @contextmanager
-def _recorded(config: Config, job: Job) -> Iterator[_End]:
+def _recorded(config: Config | SftConfig, job: Job) -> Iterator[_End]:
     """Telemetry of this process with run.start and run.end around the block; everything delivered after it."""
     telemetry.setup(
         "controller",
@@ -214,7 +215,7 @@ def _deliver(path: Path, spool_dir: Path) -> bool:
         return False
 
 
-def _start_attributes(config: Config, job: Job) -> dict[str, Any]:
+def _start_attributes(config: Config | SftConfig, job: Job) -> dict[str, Any]:
     attributes: dict[str, Any] = {
         names.RUN_NAME: config.run.name,
         names.PROJECT: config.run.project,
@@ -222,8 +223,9 @@ def _start_attributes(config: Config, job: Job) -> dict[str, Any]:
         names.CONFIG_HASH: config.hash(),
         names.CODE_VERSION: host.code_version(),
         names.HOST: json.dumps(host.facts()),
-        names.TOTAL_STEPS: config.trainer.total_steps,
     }
+    if config.trainer.total_steps is not None:
+        attributes[names.TOTAL_STEPS] = config.trainer.total_steps
     if job.resume is not None:
         attributes[names.RESUMED_FROM_STEP] = run_dir.checkpoint_step(job.resume)
     return attributes

@@ -9,24 +9,29 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from rlinsight.config import Config, DataSection, FunctionReward, ModelSection, RewardSection
+from rlinsight.config import Config, DataSection, FunctionReward, ModelSection, RewardSection, SftConfig
 from rlinsight.errors import ConfigError, DataError, ModelError
 
 TRAINING_PACKAGES = ("torch", "transformers", "safetensors", "ray")
 
 
-def check(config: Config) -> None:
+def check(config: Config | SftConfig) -> None:
     """Raise the ConfigError, DataError or ModelError that training would end with anyway."""
-    _check_packages(config.rollout.engine)
+    _check_packages()
     _check_data(config.data)
     _check_model(config.model)
-    _check_rewards(config.reward)
+    if isinstance(config, Config):
+        _check_engine(config.rollout.engine)
+        _check_rewards(config.reward)
 
 
-def _check_packages(engine: str) -> None:
+def _check_packages() -> None:
     missing = [name for name in TRAINING_PACKAGES if not _installed(name)]
     if missing:
         raise ConfigError(f"training needs {', '.join(missing)}; run: pip install 'rlinsight[train]'")
+
+
+def _check_engine(engine: str) -> None:
     if engine == "vllm" and not _installed("vllm"):
         raise ConfigError("rollout.engine=vllm: vLLM is not installed; run: make vllm (docs/vllm.md has other ways)")
 

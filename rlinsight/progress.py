@@ -40,17 +40,39 @@ class Completeness(NamedTuple):
         return f"{linked} of records link up, {_count(self.dropped)} dropped, {_count(self.missing)} missing"
 
 
+class Shown(NamedTuple):
+    """What people watch in a kind of run. Each metric is (label, name, format); the first is drawn as a curve."""
+
+    command: str  # what starts and resumes it
+    metrics: list[tuple[str, str, str]]
+    columns: str  # of view train_metrics, for the query to run next
+
+
+SAMPLED = Shown(
+    "train",
+    [("reward", names.M_REWARD_MEAN, ".3f"), ("length", names.M_LENGTH_MEAN, ".1f")],
+    "step, reward_mean, response_length_mean, entropy",
+)
+SUPERVISED = Shown(
+    "sft",
+    [("loss", names.M_LOSS, ".4f"), ("grad norm", names.M_GRAD_NORM, ".3f")],
+    "step, loss_total, grad_norm, learning_rate",
+)
+
+
 class Progress:
     """Reporter of one attempt. Use as a context manager around the run."""
 
-    def __init__(self, console: Console, run_id: str, total_steps: int) -> None:
-        self.console, self.run_id, self.total_steps = console, run_id, total_steps
+    def __init__(self, console: Console, run_id: str, total_steps: int | None, algorithm: str) -> None:
+        self.console, self.run_id = console, run_id
+        self.total_steps = total_steps  # None: only the trainer knows, and says so with the first step
+        self.shown = SUPERVISED if algorithm == "sft" else SAMPLED
         self.started = time.monotonic()
         self._stopping = False
         self._stage = ""
         self._note = ""
         self._latest: StepReport | None = None
-        self._rewards: list[float | None] = []
+        self._curve: list[float | None] = []
         self._seconds: deque[float] = deque(maxlen=PACE_STEPS)
         self._tokens_per_s: list[float] = []
         self._live = None
@@ -78,8 +100,8 @@ class Progress:
 
     def step(self, report: StepReport) -> None:
         """Say that a step is done."""
-        self._latest, self._stage = report, ""
-        self._rewards.append(report.metrics.get(names.M_REWARD_MEAN))
+        self._latest, self._stage, self.total_steps = report, "", report.total_steps
+        self._curve.append(report.metrics.get(self.shown.metrics[0][1]))
         self._seconds.append(report.seconds)
         if (speed := report.metrics.get(names.M_TOKENS_PER_S)) is not None:
             self._tokens_per_s.append(speed)
@@ -107,8 +129,7 @@ class Progress:
         metrics = report.metrics
         parts = [
             f"step {report.step}/{report.total_steps}",
-            f"reward {_number(metrics.get(names.M_REWARD_MEAN), '.3f')}",
-            f"length {_number(metrics.get(names.M_LENGTH_MEAN), '.1f')}",
+            *(f"{label} {_number(metrics.get(name), form)}" for label, name, form in self.shown.metrics),
             f"{_number(metrics.get(names.M_TOKENS_PER_S), ',.0f')} tokens/s",
             f"{report.seconds:.1f} s",
             f"eta {self._eta(report)}",
@@ -140,17 +161,18 @@ class Progress:
             )
             yield head
             metrics = report.metrics
+            (label, name, form), *others = self.shown.metrics
             body = Table.grid(padding=(0, 2))
             body.add_row(
-                "  reward",
-                _number(metrics.get(names.M_REWARD_MEAN), ".3f"),
-                Text(sparkline(self._rewards), style="green"),
-                Text(f"first {_number(self._rewards[0], '.3f')}", style="dim"),
+                f"  {label}",
+                _number(metrics.get(name), form),
+                Text(sparkline(self._curve), style="green"),
+                Text(f"first {_number(self._curve[0], form)}", style="dim"),
             )
             yield body
             yield Text(
-                f"  response length {_number(metrics.get(names.M_LENGTH_MEAN), '.1f')} tokens"
-                f"   speed {_number(metrics.get(names.M_TOKENS_PER_S), ',.0f')} tokens/s"
+                "".join(f"  {label} {_number(metrics.get(name), form)} " for label, name, form in others)
+                + f"  speed {_number(metrics.get(names.M_TOKENS_PER_S), ',.0f')} tokens/s"
             )
         if self._note:
             yield Text(self._note, style="yellow")
@@ -161,21 +183,22 @@ class Progress:
         """What is known of an attempt whose trainer was stopped before it could say."""
         from core_trainer.job import RunSummary
 
-        rewards = [reward for reward in self._rewards if reward is not None]
-        return RunSummary("interrupted", self._latest.step if self._latest else 0, rewards, checkpoint)
+        curve = [value for value in self._curve if value is not None]
+        return RunSummary("interrupted", self._latest.step if self._latest else 0, curve, checkpoint)
 
     def summary(self, summary: RunSummary, record: Completeness | str | None, store: Path) -> list[str]:
         """Closing lines: what was learned, how long it took, how complete the record is, what to run next.
 
         ``record`` is None when the store could not be asked; text stands for itself.
         """
-        rewards = summary.rewards
-        lines = [f"{self.run_id}: {summary.status} at step {summary.step}/{self.total_steps}"]
-        if len(rewards) >= 2:
-            n = min(SUMMARY_STEPS, len(rewards) // 2)
-            first, last = fmean(rewards[:n]), fmean(rewards[-n:])
+        curve = summary.curve
+        lines = [f"{self.run_id}: {summary.status} at step {summary.step}/{self.total_steps or '?'}"]
+        if len(curve) >= 2:
+            n = min(SUMMARY_STEPS, len(curve) // 2)
+            label, _, form = self.shown.metrics[0]
+            first, last = format(fmean(curve[:n]), form), format(fmean(curve[-n:]), form)
             which = f"{n} steps" if n > 1 else "step"
-            lines.append(f"  reward     first {which} {first:.3f} -> last {which} {last:.3f}  {sparkline(rewards)}")
+            lines.append(f"  {label:<10} first {which} {first} -> last {which} {last}  {sparkline(curve)}")
         elapsed = time.monotonic() - self.started
         speed = f", {fmean(self._tokens_per_s):,.0f} tokens/s" if self._tokens_per_s else ""
         per_step = f", {sum(self._seconds) / len(self._seconds):.1f} s per step" if self._seconds else ""
@@ -191,15 +214,12 @@ class Progress:
     def resume_command(self, checkpoint: Path) -> str:
         """Continues the run of a checkpoint. Ready to paste."""
         config = checkpoint.parents[1] / "config.yaml"
-        return f"rlinsight train {shlex.quote(str(config))} --resume {self.run_id}"
+        return f"rlinsight {self.shown.command} {shlex.quote(str(config))} --resume {self.run_id}"
 
     def _next_commands(self, store: Path) -> list[str]:
         """Ready to paste."""
         where = "" if store == Path("runs/rlinsight.duckdb") else f" --store {shlex.quote(str(store))}"
-        query = (
-            "select step, reward_mean, response_length_mean, entropy from train_metrics "
-            f"where run_id = '{self.run_id}' order by step"
-        )
+        query = f"select {self.shown.columns} from train_metrics where run_id = '{self.run_id}' order by step"
         return [f"  rlinsight dashboard{where}", f'  rlinsight sql{where} "{query}"']
 
 

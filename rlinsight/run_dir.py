@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from rlinsight.config import Config, parse
+from rlinsight.config import Config, SftConfig, parse
 from rlinsight.errors import CheckpointError, ConfigError
 from rlinsight.store import is_alive
 
@@ -29,6 +29,7 @@ RESUMABLE_CHANGES = (
     "run.project",
     "run.dir",
     "trainer.total_steps",
+    "trainer.epochs",
     "trainer.checkpoint_every",
     "trainer.keep_checkpoints",
     "trainer.micro_batch_tokens",
@@ -77,7 +78,7 @@ class RunDir:
         except (OSError, ValueError, TypeError):
             return None
 
-    def begin_attempt(self, config: Config) -> Attempt:
+    def begin_attempt(self, config: Config | SftConfig) -> Attempt:
         """Record that this process trains the run now, and with which config."""
         last = self.last_attempt
         attempt = Attempt(
@@ -103,7 +104,7 @@ def checkpoint_step(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def create(config: Config) -> RunDir:
+def create(config: Config | SftConfig) -> RunDir:
     """Make a fresh folder ``<run.dir>/<name>-<date>-<time>-<4 hex>``. Raises ConfigError where it cannot be written."""
     run_id = f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     path = config.run.dir / run_id
@@ -116,7 +117,7 @@ def create(config: Config) -> RunDir:
     return RunDir(path)
 
 
-def find(config: Config, wanted: str | None) -> RunDir:
+def find(config: Config | SftConfig, wanted: str | None) -> RunDir:
     """The run to resume: a run id, a folder, or (None) the newest run called ``run.name``.
 
     Raises CheckpointError when there is none, it is still training, has no checkpoint, or was started with a config
@@ -130,30 +131,31 @@ def find(config: Config, wanted: str | None) -> RunDir:
     if checkpoint is None:
         raise CheckpointError(f"run {run.run_id} has no checkpoint under {run.path / 'checkpoints'}; start a new run")
     done = checkpoint_step(checkpoint)
-    if done >= config.trainer.total_steps:
+    total = config.trainer.total_steps
+    if total is not None and done >= total:  # how many steps epochs come to, only the data tells
         raise CheckpointError(
-            f"run {run.run_id} has done {done} steps and trainer.total_steps={config.trainer.total_steps}; "
+            f"run {run.run_id} has done {done} steps and trainer.total_steps={total}; "
             f"set trainer.total_steps={2 * done} to train on"
         )
     _check_same_experiment(run, config)
     return run
 
 
-def abandoned_spools(config: Config) -> list[Path]:
+def abandoned_spools(config: Config | SftConfig) -> list[Path]:
     """Spool folders of runs into the same store whose process is gone, e.g. killed before it could deliver."""
     store = str(config.telemetry.store.resolve())
     runs = [RunDir(path.parent) for path in config.run.dir.glob("*/attempt.json")]
     return [run.spool for run in runs if (last := run.last_attempt) and last.store == store and not last.is_alive()]
 
 
-def _named(config: Config, wanted: str) -> RunDir:
+def _named(config: Config | SftConfig, wanted: str) -> RunDir:
     for path in (config.run.dir / wanted, Path(wanted)):
         if (path / "config.yaml").is_file():
             return RunDir(path)
     raise CheckpointError(f"no run {wanted!r} under {config.run.dir}; `ls {config.run.dir}` shows those there are")
 
 
-def _newest(config: Config) -> RunDir:
+def _newest(config: Config | SftConfig) -> RunDir:
     pattern = re.compile(re.escape(config.run.name) + r"-\d{8}-\d{6}-[0-9a-f]{4}")
     names = sorted(
         path.parent.name for path in config.run.dir.glob("*/config.yaml") if pattern.fullmatch(path.parent.name)
@@ -165,12 +167,17 @@ def _newest(config: Config) -> RunDir:
     return RunDir(config.run.dir / names[-1])
 
 
-def _check_same_experiment(run: RunDir, config: Config) -> None:
+def _check_same_experiment(run: RunDir, config: Config | SftConfig) -> None:
     file = run.path / "config.yaml"
     try:
-        before = parse(yaml.safe_load(file.read_text(encoding="utf-8")), str(file))
+        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         raise CheckpointError(f"{file} cannot be read: {' '.join(str(error).split())}; start a new run") from None
+    supervised = isinstance(tree, dict) and (tree.get("algorithm") or {}).get("name") == "sft"
+    if supervised != isinstance(config, SftConfig):
+        command = "sft" if supervised else "train"
+        raise CheckpointError(f"run {run.run_id} is one of `rlinsight {command}`; resume it with that command")
+    before = parse(tree, str(file), type(config))
     old, new = _flat(before.model_dump(mode="json")), _flat(config.model_dump(mode="json"))
     changed = [
         f"{key}: {old.get(key)!r} -> {new.get(key)!r}"

@@ -24,7 +24,7 @@ from rlinsight import cli, schema, store_cli
 SCRIPT = Path(sys.executable).with_name("rlinsight")
 QUICKSTART = str(Path(__file__).parents[1] / "configs" / "quickstart.yaml")
 COMMANDS = [
-    *(command.callback.__name__ for command in cli.app.registered_commands if command.callback),
+    *(command.name or command.callback.__name__ for command in cli.app.registered_commands if command.callback),
     "config show",
     "config schema",
     *(f"export {command.name}" for command in store_cli.export_app.registered_commands),

@@ -22,7 +22,7 @@ def report(step: int, reward: float | None, seconds: float = 2.0, total: int = 1
 
 def run(is_terminal: bool, *reports: StepReport, stop: bool = False) -> str:
     console = Console(file=io.StringIO(), force_terminal=is_terminal, width=100, color_system=None)
-    with Progress(console, "r-1", 10) as progress:
+    with Progress(console, "r-1", 10, "grpo") as progress:
         progress.stage("loading the model")
         for item in reports:
             progress.step(item)
@@ -43,7 +43,7 @@ def test_a_log_gets_one_line_per_step() -> None:
 def test_a_terminal_shows_the_same_numbers_live() -> None:
     """The live block holds step, reward with its trend and first value, length, speed and the time left."""
     shown = run(True, report(1, 0.25), report(2, 0.75), stop=True)
-    for part in ("step 2/10", "0.750", "▁█", "first 0.250", "12.3 tokens", "1,234 tokens/s", "ETA 16s", "Ctrl-C again"):
+    for part in ("step 2/10", "0.750", "▁█", "first 0.250", "length 12.3", "1,234 tokens/s", "ETA 16s", "Ctrl-C again"):
         assert part in shown
 
 
@@ -56,7 +56,7 @@ def test_eta_follows_the_recent_pace() -> None:
 
 def test_a_stop_is_asked_for_once_and_said_aloud(capfd: pytest.CaptureFixture[str]) -> None:
     """The trainer sees the wish, and a log shows what it does."""
-    progress = Progress(Console(file=io.StringIO()), "r-1", 10)
+    progress = Progress(Console(file=io.StringIO()), "r-1", 10, "grpo")
     assert not progress.stop_requested()
     progress.request_stop()
     assert progress.stop_requested()
@@ -65,7 +65,7 @@ def test_a_stop_is_asked_for_once_and_said_aloud(capfd: pytest.CaptureFixture[st
 
 def test_summary_compares_the_ends_of_the_run() -> None:
     """First and last five steps are averaged; fewer in a short run, so that no step counts on both sides."""
-    progress = Progress(Console(file=io.StringIO()), "r-1", 10)
+    progress = Progress(Console(file=io.StringIO()), "r-1", 10, "grpo")
     ten = RunSummary("finished", 10, [0.0] * 5 + [1.0] * 5, Path("runs/r-1/checkpoints/step-10"))
     lines = progress.summary(ten, Completeness(1.0, 0, 0), STORE)
     assert "first 5 steps 0.000 -> last 5 steps 1.000" in lines[1]
@@ -85,7 +85,7 @@ def test_only_a_whole_record_reads_100_percent() -> None:
 
 def test_summary_of_an_interrupted_run_says_how_to_go_on() -> None:
     """The resume command names the resolved config and the run; another store is named in every command."""
-    progress = Progress(Console(file=io.StringIO()), "r-1", 10)
+    progress = Progress(Console(file=io.StringIO()), "r-1", 10, "grpo")
     lines = progress.summary(
         RunSummary("interrupted", 4, [0.1], Path("runs/r-1/checkpoints/step-4")), None, Path("my store.duckdb")
     )

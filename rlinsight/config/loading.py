@@ -14,7 +14,7 @@ from rlinsight.config.sft import SftConfig
 from rlinsight.config.tree import Config
 from rlinsight.errors import ConfigError
 
-Tree = TypeVar("Tree", Config, SftConfig)
+Tree = TypeVar("Tree", bound=Config | SftConfig)
 
 
 def load(path: Path, overrides: list[str] | None = None, kind: type[Tree] = Config) -> Tree:

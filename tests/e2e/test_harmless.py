@@ -41,7 +41,7 @@ telemetry.setup("controller", spool_dir=job.spool_dir, run_id="down", attempt=1,
 summary = controller.run(config, job, Quiet())
 counts = telemetry._recorder.exporter.counts
 delivered = telemetry.shutdown(1)
-print(json.dumps({"rewards": summary.rewards, "delivered": delivered, **counts.report()}))
+print(json.dumps({"rewards": summary.curve, "delivered": delivered, **counts.report()}))
 """
 
 
