@@ -79,16 +79,16 @@ def test_a_supervised_run_is_recorded_resumed_and_trained_on(project: Project) -
     health = project.rows("SELECT dropped, missing FROM health WHERE run_id IS NOT NULL")
     assert health == [{"dropped": 0, "missing": 0}] * 2  # controller and worker
 
-    sft(project, config, "run.name=cut", "trainer.total_steps=3")
-    out = sft(project, config, "run.name=cut", "trainer.total_steps=8", "--resume")
+    steps_instead = ["run.name=cut", "trainer.epochs=1"]
+    sft(project, config, *steps_instead, "trainer.total_steps=3")
+    out = sft(project, config, *steps_instead, "trainer.total_steps=8", "--resume")
     assert "attempt 2" in out
     mine, theirs = (load_file(run(project, n) / "checkpoints/step-000008/model.safetensors") for n in ("warm", "cut"))
     assert all(np.array_equal(mine[key], theirs[key]) for key in mine)
 
     out = sft(project, config, "trainer.epochs=2", "--resume", whole.name, exit_code=1)
     assert "has done 8 of 8 steps" in out
-    project.tree["run"]["name"] = "warm"
-    out = project.train("--resume", whole.name, exit_code=1)
+    out = project.train("--resume", whole.name, "trainer.total_steps=20", exit_code=1)
     assert "is one of `rlinsight sft`; resume it with that command" in out
 
     project.train("run.name=rl", f"model.source={whole / 'checkpoints/step-000008'}", "trainer.total_steps=1")
