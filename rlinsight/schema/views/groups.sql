@@ -4,7 +4,8 @@
 CREATE OR REPLACE VIEW groups AS
 WITH prompts AS (
   SELECT * FROM group_prompts
-  WHERE hash(run_id, attempt, group_id) NOT IN (SELECT hash(run_id, attempt, group_id) FROM rollout_samples WHERE split = 'eval' AND group_id IS NOT NULL)
+  WHERE hash(run_id, attempt, group_id) NOT IN (
+    SELECT hash(run_id, attempt, group_id) FROM rollout_samples WHERE split = 'eval')
   QUALIFY row_number() OVER (PARTITION BY run_id, attempt, group_id ORDER BY time_ns DESC) = 1
 ), samples AS (
   SELECT run_id, attempt, group_id, rollout_id, max(response_tokens) AS response_tokens,
