@@ -51,7 +51,7 @@ def timed(config, job, reporter):
     reporter.step = step
     return controller.run(config, job, reporter)
 
-code = launch.train(config, Console(stderr=True), controller=timed)
+code = launch.train(config, Console(stderr=True), controller=timed).exit_code
 Path(sys.argv[2]).write_text(json.dumps(seconds))
 sys.exit(code)
 """

@@ -1,15 +1,13 @@
-"""From scored rollouts to the samples of an update: advantages, masks, weights, mini-batches. Pure, no I/O."""
+"""From scored rollouts to the samples of an update: masks, weights of tokens, mini-batches. Pure, no I/O."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from core_trainer.algorithms import advantages as advantage_functions
 from core_trainer.algorithms.aggregation import token_weights
 from core_trainer.batching import TrainSample
 from core_trainer.partition import balanced
@@ -17,21 +15,13 @@ from core_trainer.types import Rollout
 from rlinsight.config import AlgorithmSection
 
 
-def step_advantages(rollouts: Sequence[Rollout], algorithm: AlgorithmSection) -> Tensor:
-    """Advantage of each rollout, [B] float64, in their order."""
-    index = {group: i for i, group in enumerate(dict.fromkeys(rollout.group_id for rollout in rollouts))}
-    groups = torch.tensor([index[rollout.group_id] for rollout in rollouts])
-    rewards = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64)
-    return advantage_functions.grpo(rewards, groups, normalize_by_std=algorithm.normalize_by_std)
-
-
-def to_samples(rollouts: Sequence[Rollout], advantages: Tensor) -> list[TrainSample]:
-    """Samples in the order of ``rollouts``; every sampled token is trained on with its rollout's advantage.
+def to_samples(rollouts: Sequence[Rollout]) -> list[TrainSample]:
+    """Samples in the order of ``rollouts``; every sampled token is trained on.
 
     A rollout of one turn, which is all there is so far: its tokens follow its prompt.
     """
     samples = []
-    for rollout, advantage in zip(rollouts, advantages.tolist(), strict=True):
+    for rollout in rollouts:
         (turn,) = rollout.turns
         length = len(turn.token_ids)
         samples.append(
@@ -43,7 +33,6 @@ def to_samples(rollouts: Sequence[Rollout], advantages: Tensor) -> list[TrainSam
                 loss_mask=np.ones(length, dtype=bool),
                 rollout_log_probs=np.asarray(turn.rollout_log_probs, dtype=np.float32),
                 policy_version=turn.policy_version,
-                advantages=np.full(length, advantage, dtype=np.float32),
                 turns=[(0, 0, length)],
                 carrier=rollout.carrier,
             )
@@ -51,11 +40,12 @@ def to_samples(rollouts: Sequence[Rollout], advantages: Tensor) -> list[TrainSam
     return samples
 
 
-def attach(samples: Sequence[TrainSample], name: str, results: Sequence[Sequence[np.ndarray]]) -> None:
-    """Set a per-token array of each sample from the ranks' results for ``balanced_groups(samples, ranks)``."""
-    for part, arrays in zip(balanced_groups(samples, len(results)), results, strict=True):
-        for sample, array in zip(part, arrays, strict=True):
-            setattr(sample, name, array)
+def attach(parts: Sequence[Sequence[TrainSample]], results: Sequence[Mapping[str, Sequence[np.ndarray]]]) -> None:
+    """Set per-token arrays of the samples from what the ranks found for their parts: by field, one array a sample."""
+    for part, found in zip(parts, results, strict=True):
+        for name, arrays in found.items():
+            for sample, array in zip(part, arrays, strict=True):
+                setattr(sample, name, array)
 
 
 def balanced_groups(samples: Sequence[TrainSample], parts: int) -> list[list[TrainSample]]:
@@ -85,20 +75,26 @@ def _groups(samples: Sequence[TrainSample]) -> list[list[TrainSample]]:
 
 
 def mini_batches(
-    samples: Sequence[TrainSample], ranks: int, algorithm: AlgorithmSection, seed: tuple[int, ...]
+    samples: Sequence[TrainSample],
+    ranks: int,
+    algorithm: AlgorithmSection,
+    seed: tuple[int, ...],
+    max_length: int,
 ) -> Iterator[list[list[TrainSample]]]:
     """One list per rank for each optimizer step, with token weights over all ranks set.
 
     Groups are shuffled by ``seed`` and cut into ``num_mini_batches``, then shared among ranks by their tokens, so that
-    the number of ranks changes nothing; with one mini-batch order is kept.
+    the number of ranks changes nothing; with one mini-batch order is kept. There are fewer mini-batches than asked for
+    when there are fewer groups. ``max_length`` is the cap on a rollout's tokens.
     """
+    options = {"length": max_length} if algorithm.aggregation == "seq-mean-token-sum-norm" else {}
     ordered = list(samples)
     if algorithm.num_mini_batches > 1:
         groups = _groups(samples)
         order = np.random.default_rng(seed).permutation(len(groups))
         ordered = [sample for i in order for sample in groups[i]]
-    for part in split_groups(ordered, algorithm.num_mini_batches):
+    for part in split_groups(ordered, min(algorithm.num_mini_batches, len(_groups(ordered)))):
         lengths = torch.tensor([int(sample.loss_mask.sum()) for sample in part])
-        for sample, weight in zip(part, token_weights(lengths, algorithm.aggregation).tolist(), strict=True):
+        for sample, weight in zip(part, token_weights(lengths, algorithm.aggregation, **options).tolist(), strict=True):
             sample.token_weight = weight
         yield balanced_groups(part, ranks)

@@ -29,12 +29,14 @@ class TrainSample:
     loss_mask: np.ndarray  # [T] bool, true where the token enters the loss
     rollout_log_probs: np.ndarray  # [T] float32, from the engine
     policy_version: int  # of the weights that sampled it
-    advantages: np.ndarray  # [T] float32
     token_weight: float = 0.0  # weight of each loss token in the step's loss, see algorithms/aggregation.py
     old_log_probs: np.ndarray | None = None  # [T] float32; None: the update's own first forward is the anchor
     ref_log_probs: np.ndarray | None = None  # [T] float32
-    values: np.ndarray | None = None  # [T] float32, the critic's before the update
-    returns: np.ndarray | None = None  # [T] float32, what its values are trained towards
+    sum_pi_squared: np.ndarray | None = None  # [T] float32, sum of the squared probabilities of all words
+    values: np.ndarray | None = None  # [T] float32, the critic's before its update
+    weights: np.ndarray | None = None  # [T] float32, importance weights; 0 on a rejected token
+    advantages: np.ndarray | None = None  # [T] float32
+    returns: np.ndarray | None = None  # [T] float32, what the critic learns
     turns: list[tuple[int, int, int]] = field(default_factory=list)  # (turn index, start, end) into the T tokens
     carrier: dict[str, str] = field(default_factory=dict)  # trace context of the rollout
 
@@ -55,6 +57,12 @@ class PackedBatch:
     logit_rows: Tensor  # [M] packed position that predicts each response token, sample by sample
     targets: Tensor  # [M] the response tokens
     lengths: list[int]  # response tokens of each sample; sums to M
+
+    @property
+    def sequences(self) -> Tensor:
+        """Index of the sample each response token belongs to: [M] int64."""
+        lengths = torch.tensor(self.lengths)
+        return torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(self.input_ids.device)
 
     def split(self, values: Tensor) -> list[np.ndarray]:
         """Cut a [M] tensor into one array per sample."""

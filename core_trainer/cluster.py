@@ -5,16 +5,21 @@ from __future__ import annotations
 import logging
 import os
 import signal
+from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import ray
 import torch
 
 from core_trainer import checkpoint, models
+from core_trainer.advantages import check_algorithm
+from core_trainer.checkpoint import TrainerState
 from core_trainer.data import PromptSampler, check_lengths, load_prompts
 from core_trainer.job import Job, Reporter
-from core_trainer.workers.policy import PolicyWorker
+from core_trainer.validation import ValidationSet, load_sets
+from core_trainer.workers.critic import CriticWorker
+from core_trainer.workers.policy import CRITIC, PolicyWorker
 from core_trainer.workers.reference import ReferenceWorker
 from core_trainer.workers.reward import RewardWorker
 from core_trainer.workers.worker_group import WorkerGroup, free_port
@@ -29,10 +34,13 @@ class Cluster:
     """Worker groups and data of one attempt. A context manager: on exit every worker is gone and Ray is down."""
 
     policy: WorkerGroup
-    reference: WorkerGroup | None = None
+    reference: WorkerGroup | None = None  # None without a KL, and with adapters: the policy itself without them
+    critic: WorkerGroup | None = None
     reward: WorkerGroup
     sampler: PromptSampler
-    step = 0  # last step of the checkpoint this attempt starts from
+    validation_sets: list[ValidationSet]
+    fingerprint: dict[str, Any]  # what a checkpoint of this run belongs to
+    state: TrainerState | None = None  # of the checkpoint this attempt starts from
     policy_version = 0
 
     def __init__(self, config: Config, job: Job, reporter: Reporter) -> None:
@@ -55,15 +63,20 @@ class Cluster:
 
     def _start(self) -> None:
         config, job, say = self.config, self.job, self.reporter.stage
-        state = checkpoint.read_state(job.resume) if job.resume else None
+        check_algorithm(config.algorithm)
         say(f"model {config.model.source}")
         model_dir = models.resolve(config.model)
+        own_critic = config.algorithm.model_critic
+        critic_dir = models.resolve(own_critic.model_section(config.model)) if own_critic else None
+        self.fingerprint = _fingerprint(config, model_dir)
+        state = checkpoint.resume(job.resume, self.fingerprint) if job.resume else None
         tokenizer = models.load_tokenizer(model_dir)
         say(f"data {config.data.train}")
         prompts = load_prompts(config.data, tokenizer, config.run.seed)
-        trainer = config.trainer
-        check_lengths(prompts, models.context_length(model_dir), config.rollout.max_new_tokens)
+        trainer, context = config.trainer, models.context_length(model_dir)
+        check_lengths(prompts, context, config.rollout.max_new_tokens)
         self.sampler = PromptSampler(prompts, trainer.prompts_per_step, config.run.seed, config.data.shuffle)
+        self.validation_sets = load_sets(config, tokenizer, context)
         say("workers")
         self._start_ray()
         resource = {names.ALGORITHM: config.algorithm.name, names.MODEL: config.model.source}
@@ -71,14 +84,19 @@ class Cluster:
         gpus = 1.0 if torch.cuda.is_available() else 0.0  # untested
         self.reward = self._spawn(WorkerGroup(RewardWorker, "reward", 1, job, config, resource))
         self.policy = self._spawn(WorkerGroup(PolicyWorker, "policy", workers, job, config, resource, num_gpus=gpus))
-        if config.algorithm.kl_coef:
+        if config.algorithm.kl is not None and config.model.lora is None:
             self.reference = self._spawn(WorkerGroup(ReferenceWorker, "reference", workers, job, config, resource))
-        self.reward.call("start", prompts)
+        if own_critic is not None:
+            self.critic = self._spawn(WorkerGroup(CriticWorker, CRITIC, workers, job, config, own_critic, resource))
+        self.reward.call("start", [*prompts, *(prompt for each in self.validation_sets for prompt in each.prompts)])
         self.policy.call("start", model_dir, job.resume, free_port() if workers > 1 else None)
         if self.reference is not None:
             self.reference.call("start", model_dir)
+        if self.critic is not None:
+            resume = job.resume / CRITIC if job.resume else None
+            self.critic.call("start", critic_dir, resume, free_port() if workers > 1 else None)
         if state is not None:
-            self.step = state.step
+            self.state = state
             self.sampler.load_state_dict(state.sampler)
             self.policy_version = self.policy.call("version")[0]
         self.policy.call("sync_weights")
@@ -103,3 +121,17 @@ class Cluster:
         self._groups.clear()
         if ray.is_initialized():
             ray.shutdown()
+
+
+def _fingerprint(config: Config, model_dir: Path) -> dict[str, Any]:
+    """What a checkpoint must share with the run that resumes it."""
+    algorithm, lora = config.algorithm, config.model.lora
+    controller = algorithm.kl.controller.type if algorithm.kl is not None else None
+    return checkpoint.fingerprint(
+        model_dir,
+        algorithm=algorithm.name,
+        critic=algorithm.critic.type if algorithm.critic is not None else None,
+        kl_controller=controller,
+        lora=lora.model_dump(mode="json") if lora is not None else None,
+        master_dtype=config.model.master_dtype,
+    )

@@ -1,40 +1,52 @@
 """The controller: one driver process whose loop is the algorithm.
 
-    prompts -> sample -> reward -> old_log_probs -> ref_log_probs -> advantages -> train -> sync -> record (->
-    checkpoint)
-                 ^                                                                           |
-                 +------------------------- new weights, policy_version + 1 ----------------+
+    prompts -> sample -> reward -> old_log_probs -> ref_log_probs -> values -> advantages -> train -> sync -> record
+       ^                  |                                                                             |
+       +--- more groups --+ (dynamic sampling)              new weights, policy_version + 1 <-----------+
 
 Each phase is one call on a worker group: dispatched by rank, collected, one span. The loop waits for each phase before
 the next; nothing here reads telemetry or waits for it. Workers are built in ``cluster.py``, tensors to samples in
-``batch.py``.
+``batch.py``, samples to advantages in ``advantages.py``. Another algorithm is a subclass with a ``train_step`` of its
+own: its lines are the methods below.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 
 import torch
 
-from core_trainer import checkpoint
-from core_trainer.batch import attach, mini_batches, step_advantages, to_samples
+from core_trainer import advantages, checkpoint, validation
+from core_trainer.advantages import StepRewards
+from core_trainer.algorithms import kl, registry, shaping
+from core_trainer.batch import attach, mini_batches, to_samples
 from core_trainer.batching import TrainSample
 from core_trainer.checkpoint import TrainerState
 from core_trainer.cluster import Cluster
 from core_trainer.job import Job, Reporter, RunSummary, StepReport
 from core_trainer.metrics import TokenStats, emit, rollout_metrics
-from core_trainer.optimizer import OptimizerStats
-from core_trainer.rollout.sample import make_groups
+from core_trainer.optimizer import OptimizerStats, update_metrics
+from core_trainer.rewards import RewardResult
+from core_trainer.rollout.sample import Group, make_groups
 from core_trainer.types import Rollout, SamplingParams
+from core_trainer.value_model import ValueStats, critic_metrics
+from core_trainer.workers.policy import CRITIC
+from core_trainer.workers.worker_group import WorkerGroup
 from rlinsight import names, telemetry
 from rlinsight.config import Config
+from rlinsight.config.algorithm import GROUP_ADVANTAGES, AdaptiveController, KlSection
 from rlinsight.errors import RlinsightError, TrainingError
 from rlinsight.telemetry import Span
 
 ON_POLICY = "one on-policy update: the update's own forward gives the same log-probs"
+BYPASS = "correction.mode is bypass: the engine's log-probs stand for them"
+BEFORE_UPDATE = (names.REWARD, names.OLD_LOG_PROBS, names.REF_LOG_PROBS, names.VALUES, names.TRAIN)
+GREEDY = "-greedy"  # suffix of the group of a prompt's greedy rollout
 
 
 def run(config: Config, job: Job, reporter: Reporter) -> RunSummary:
@@ -43,12 +55,34 @@ def run(config: Config, job: Job, reporter: Reporter) -> RunSummary:
     Raises RlinsightError for what the user can act on, also after a checkpoint where the weights are still those of the
     last finished step. Workers are gone when this returns or raises.
     """
-    with Cluster(config, job, reporter) as cluster:
-        return Controller(config, job, reporter, cluster).train()
+    return Controller.run(config, job, reporter)
 
 
 class _Abandoned(Exception):
     """The user asked for a stop before this step changed any weight."""
+
+
+@dataclass(slots=True)
+class Step:
+    """What a step has produced so far; each phase adds to it."""
+
+    index: int  # from 1
+    sampled: list[Rollout] = field(default_factory=list)  # everything sampled and scored
+    rollouts: list[Rollout] = field(default_factory=list)  # those of them to learn from
+    greedy_rewards: dict[str, float] = field(default_factory=dict)  # by group, where the advantage wants them
+    results: dict[str, RewardResult] = field(default_factory=dict)  # of ``sampled`` by rollout id
+    samples: list[TrainSample] = field(default_factory=list)  # of ``rollouts``, in order
+    sampling_s: float = 0.0
+    token_stats: TokenStats = field(default_factory=TokenStats)  # of the last epoch
+    value_stats: ValueStats = field(default_factory=ValueStats)  # likewise
+    updates: list[OptimizerStats] = field(default_factory=list)  # of the policy
+    critic_updates: list[OptimizerStats] = field(default_factory=list)
+    metrics: dict[str, float | None] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and response tokens of what is learned from."""
+        return sum(len(sample.prompt_token_ids) + sample.num_tokens for sample in self.samples)
 
 
 class Controller:
@@ -56,24 +90,41 @@ class Controller:
 
     def __init__(self, config: Config, job: Job, reporter: Reporter, cluster: Cluster) -> None:
         self.config, self.job, self.reporter = config, job, reporter
-        self.policy, self.reference, self.reward = cluster.policy, cluster.reference, cluster.reward
+        self.policy, self.reference, self.critic = cluster.policy, cluster.reference, cluster.critic
+        self.reward = cluster.reward
         self.sampler = cluster.sampler
         rollout = config.rollout
         self.params = SamplingParams(
             rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k, tuple(rollout.stop)
         )
-        self.step, self.policy_version = cluster.step, cluster.policy_version
+        self.advantage = registry.find("advantage", config.algorithm.advantage.type)
+        self.kl_controller = _kl_controller(config.algorithm.kl)
+        self.validation_sets, self.fingerprint = cluster.validation_sets, cluster.fingerprint
+        self.policy_version = cluster.policy_version
+        self.step, self.best = 0, None
+        if cluster.state is not None:
+            self.step, self.best = cluster.state.step, cluster.state.best
+            if self.kl_controller is not None and cluster.state.kl_controller is not None:
+                self.kl_controller.load_state_dict(cluster.state.kl_controller)
         self.rewards: list[float] = []
         self.saved = job.resume
         self.updating = False  # from a step's first update to its end, weights belong to no finished step
 
+    @classmethod
+    def run(cls, config: Config, job: Job, reporter: Reporter) -> RunSummary:
+        """Start the workers, train, stop them."""
+        with Cluster(config, job, reporter) as cluster:
+            return cls(config, job, reporter, cluster).train()
+
     def train(self) -> RunSummary:
         """The loop over steps."""
-        total, every = self.config.trainer.total_steps, self.config.trainer.checkpoint_every
+        total, trainer = self.config.trainer.total_steps, self.config.trainer
+        if self.step == 0:
+            self.validate()
         while self.step < total and not self.reporter.stop_requested():
             position = self.sampler.state_dict()
             try:
-                self.train_step(self.step + 1)
+                self._run_step(self.step + 1)
             except _Abandoned:
                 self.sampler.load_state_dict(position)
                 break
@@ -82,71 +133,180 @@ class Controller:
                 self._save_what_is_whole()
                 raise
             self.step += 1
-            if every and self.step % every == 0:
+            is_best = self.validate()
+            if (trainer.checkpoint_every and self.step % trainer.checkpoint_every == 0) or (
+                is_best and trainer.keep_best
+            ):
                 self._checkpoint()
         if self.saved is None or checkpoint.read_state(self.saved).step != self.step:
             self._checkpoint()
         return RunSummary("finished" if self.step == total else "interrupted", self.step, self.rewards, self.saved)
 
-    def _save_what_is_whole(self) -> None:
-        """After a failed step: a checkpoint of the last finished one, unless an update of the step has begun."""
-        if self.step and not self.updating:
-            with suppress(Exception):  # the error under way matters more, and the policy workers may be what failed
-                self._checkpoint()
+    def validate(self) -> bool:
+        """Validate the current weights if it is time to; whether they are the best so far."""
+        section, total = self.config.validation, self.config.trainer.total_steps
+        if section is None or not validation.is_due(section, self.step, total):
+            return False
+        self.reporter.stage(f"validating step {self.step}")
+        measured = validation.validate(
+            self.policy, self.reward, self.validation_sets, self.config, self.step, self.job.attempt
+        )
+        value = validation.best_metric(measured, section)
+        best = checkpoint.improved(self.best, "/".join(section.best), value, self.step, maximize=True)
+        self.best = best or self.best
+        return best is not None
 
-    def train_step(self, step: int) -> None:
+    def train_step(self, step: Step) -> None:
         """One step: the phases in order."""
-        began = time.perf_counter()
-        attributes = {names.POLICY_VERSION_IN: self.policy_version, names.BATCH_SIZE: self._num_rollouts}
-        with telemetry.step_context(step), telemetry.span(names.STEP, attributes, root=True, announce=True) as span:
-            with self._phase(names.DATA):
-                prompts = self.sampler.next_step()
-                groups = make_groups(
-                    prompts, self.config.rollout.group_size, self.config.run.seed, step, self.job.attempt
-                )
-            with self._phase(names.SAMPLE):
-                sampling = time.perf_counter()
-                parts = self.policy.scatter("sample", self.policy.split(groups), self.params, step=step)
-                rollouts = [rollout for part in parts for rollout in part]
-                sampling = time.perf_counter() - sampling
-            with self._phase(names.REWARD):
-                rollouts = self._score(rollouts, step)
-            with self._phase(names.ADVANTAGES):
-                advantages = step_advantages(rollouts, self.config.algorithm)
-                samples = to_samples(rollouts, advantages)
-            with self._phase(names.OLD_LOG_PROBS) as phase:
-                self._old_log_probs(samples, step, phase)
-            with self._phase(names.REF_LOG_PROBS) as phase:
-                self._ref_log_probs(samples, step, phase)
-            with self._phase(names.TRAIN):
-                stats, updates = self._update(samples, step)
-            with self._phase(names.SYNC):
-                self.policy.call("sync_weights", step=step)
-            with self._phase(names.RECORD):
-                metrics = self._metrics(rollouts, advantages, stats, updates, time.perf_counter() - began, sampling)
-                for name, value in metrics.items():
-                    emit(name, value)
-            num_tokens = sum(len(s.prompt_token_ids) + s.num_tokens for s in samples)
-            span.set(
-                {
-                    names.POLICY_VERSION_OUT: self.policy_version,
-                    names.NUM_PROMPTS: len(prompts),
-                    names.NUM_TOKENS: num_tokens,
-                }
-            )
-        self.updating = False
-        self.rewards.append(metrics[names.M_REWARD_MEAN] or 0.0)
-        self.reporter.step(StepReport(step, self.config.trainer.total_steps, time.perf_counter() - began, metrics))
+        self.collect(step)
+        if step.rollouts:
+            self.old_log_probs(step)
+            self.ref_log_probs(step)
+            self.values(step)
+            self.estimate_advantages(step)
+            self.update(step)
+            self.sync(step)
 
     # Phases ----------------------------------------------------------------------------------------------------------
 
+    def collect(self, step: Step) -> None:
+        """Sample and score groups until there are ``prompts_per_step`` to learn from, or no more rounds."""
+        wanted, options = self.config.trainer.prompts_per_step, self.config.algorithm.shaping
+        rounds = options.dynamic_sampling.max_rounds if options.dynamic_sampling else 1
+        num_sampled = num_kept = sampling_round = 0
+        while sampling_round < rounds and num_kept < wanted:
+            sampling_round += 1
+            groups = self.draw(step, wanted - num_kept, num_sampled)
+            rollouts = self.sample(step, groups)
+            self.score(step, rollouts)
+            greedy = [rollout for rollout in rollouts if rollout.group_id.endswith(GREEDY)]
+            step.greedy_rewards |= {r.group_id.removesuffix(GREEDY): r.reward for r in greedy if r.reward is not None}
+            rollouts = rollouts[: len(rollouts) - len(greedy)]
+            kept, reasons = self._select(rollouts)
+            for group_id, reason in reasons.items():
+                self._record_dropped([r for r in rollouts if r.group_id == group_id], reason)
+            step.sampled += rollouts
+            step.rollouts += kept
+            num_sampled += len(groups)
+            num_kept += len(groups) - len(reasons)
+        step.samples = to_samples(step.rollouts)
+        step.metrics |= {names.M_SAMPLING_ROUNDS: sampling_round, names.M_GROUPS_DROPPED: num_sampled - num_kept}
+
+    def draw(self, step: Step, count: int, first: int = 0) -> list[Group]:
+        """The next prompts as groups, numbered in the step from ``first``."""
+        with self.phase(names.DATA):
+            prompts = self.sampler.next_step(count)
+            size, seed = self.config.rollout.group_size, self.config.run.seed
+            return make_groups(prompts, size, seed, step.index, self.job.attempt, first)
+
+    def sample(self, step: Step, groups: Sequence[Group]) -> list[Rollout]:
+        """Rollouts of the groups, and the greedy one of each prompt where the advantage is taken against its reward."""
+        with self.phase(names.SAMPLE):
+            began = time.perf_counter()
+            rollouts = self._sample(step, groups, self.params)
+            if "greedy_rewards" in self.advantage.inputs:
+                greedy = replace(self.params, temperature=0.0)
+                rollouts += self._sample(step, [_greedy(group) for group in groups], greedy)
+            step.sampling_s += time.perf_counter() - began
+        return rollouts
+
+    def score(self, step: Step, rollouts: Sequence[Rollout]) -> None:
+        """Set the reward and its components of each rollout."""
+        with self.phase(names.REWARD):
+            results = self.reward.call("score", rollouts, step=step.index)[0]
+            for rollout, result in zip(rollouts, results, strict=True):
+                rollout.reward = result.reward
+                step.results[rollout.rollout_id] = result
+
+    def old_log_probs(self, step: Step) -> None:
+        """Log-probs of the sampled tokens under the weights the step starts from; skipped where they are known."""
+        algorithm = self.config.algorithm
+        with self.phase(names.OLD_LOG_PROBS) as phase:
+            if algorithm.correction is not None and algorithm.correction.mode == "bypass":
+                for sample in step.samples:
+                    sample.old_log_probs = sample.rollout_log_probs
+                phase.set({names.SKIPPED: BYPASS})
+            elif algorithm.is_on_policy and not self._needs_old_log_probs:
+                phase.set({names.SKIPPED: ON_POLICY})
+            else:
+                self._attach(self.policy, "log_probs", step)
+
+    def ref_log_probs(self, step: Step) -> None:
+        """Log-probs of the sampled tokens under the frozen reference."""
+        with self.phase(names.REF_LOG_PROBS) as phase:
+            if self.config.algorithm.kl is None:
+                phase.set({names.SKIPPED: "kl is off"})
+            else:  # with adapters, the policy without them is the reference
+                self._attach(self.reference or self.policy, "ref_log_probs", step)
+
+    def values(self, step: Step) -> None:
+        """The critic's values of the sampled tokens."""
+        if self.critic is not None:
+            with self.phase(names.VALUES):
+                self._attach(self.critic, "values", step)
+
+    def estimate_advantages(self, step: Step) -> None:
+        """Rollout correction, KL in the reward, and the advantage function."""
+        algorithm = self.config.algorithm
+        with self.phase(names.ADVANTAGES):
+            if algorithm.correction is not None and algorithm.correction.mode == "decoupled":
+                step.metrics |= advantages.correct(step.samples, algorithm.correction)
+            step.metrics |= advantages.estimate(step.samples, self._step_rewards(step), algorithm, self.kl_coef)
+
+    def update(self, step: Step) -> None:
+        """Epochs over mini-batches, each one optimizer step of the critic, if there is one, and of the policy.
+
+        Token statistics are those of the last epoch. The critic's first steps may be its alone.
+        """
+        num_epochs, critic = self.config.algorithm.num_epochs, self.config.algorithm.model_critic
+        with self.phase(names.TRAIN):
+            for epoch in range(num_epochs):
+                step.token_stats, step.value_stats = TokenStats(), ValueStats()
+                for parts in self._mini_batches(step, epoch):
+                    if self.critic is not None:
+                        self._update_critic(step, parts)
+                    if critic is None or step.index > critic.warmup_steps:
+                        self._update_policy(step, parts, record=epoch == num_epochs - 1)
+            self.policy_version += len(step.updates)
+            self._adapt_kl(step)
+
+    def _update_policy(self, step: Step, parts: list[list[TrainSample]], record: bool) -> None:
+        for stats, values in self.policy.scatter("forward_backward", parts, self.kl_coef, record, step=step.index):
+            step.token_stats = step.token_stats.merge(stats)
+            step.value_stats = step.value_stats.merge(values)
+        was_updating, self.updating = self.updating, True
+        try:
+            step.updates.append(self.policy.call("optim_step", step.index, step=step.index)[0])
+        except TrainingError:  # raised before any weight changes
+            self.updating = was_updating
+            raise
+
+    def _update_critic(self, step: Step, parts: list[list[TrainSample]]) -> None:
+        assert self.critic is not None
+        for values in self.critic.scatter("forward_backward", parts, step=step.index):
+            step.value_stats = step.value_stats.merge(values)
+        was_updating, self.updating = self.updating, True
+        try:
+            step.critic_updates.append(self.critic.call("optim_step", step.index, step=step.index)[0])
+        except TrainingError:
+            self.updating = was_updating
+            raise
+
+    def _mini_batches(self, step: Step, epoch: int) -> Iterator[list[list[TrainSample]]]:
+        seed = (self.config.run.seed, step.index, epoch)
+        return mini_batches(
+            step.samples, self.policy.world_size, self.config.algorithm, seed, self.params.max_new_tokens
+        )
+
+    def sync(self, step: Step) -> None:
+        """Publish the new weights to the rollout engines."""
+        with self.phase(names.SYNC):
+            self.policy.call("sync_weights", step=step.index)
+
     @contextmanager
-    def _phase(self, name: str) -> Iterator[Span]:
+    def phase(self, name: str) -> Iterator[Span]:
         """One span of the step. A stop the user asked for takes effect before the weights change, never during."""
-        if (
-            name in (names.REWARD, names.OLD_LOG_PROBS, names.REF_LOG_PROBS, names.TRAIN)
-            and self.reporter.stop_requested()
-        ):
+        if not self.updating and name in BEFORE_UPDATE and self.reporter.stop_requested():
             raise _Abandoned
         # The others' time is spent in workers, whose own spans say what it counts as.
         bucket = "overhead" if name in (names.DATA, names.ADVANTAGES, names.RECORD) else None
@@ -154,83 +314,171 @@ class Controller:
         with telemetry.span(name, attributes, announce=True) as span:
             yield span
 
-    def _score(self, rollouts: list[Rollout], step: int) -> list[Rollout]:
-        results = self.reward.call("score", rollouts, step=step)[0]
-        for rollout, result in zip(rollouts, results, strict=True):
-            rollout.reward = result.reward
-        return [rollout for rollout in rollouts if rollout.reward is not None]  # reward.on_error: drop
+    # Around the phases -----------------------------------------------------------------------------------------------
 
-    def _old_log_probs(self, samples: list[TrainSample], step: int, phase: Span) -> None:
-        if self.config.algorithm.num_epochs == self.config.algorithm.num_mini_batches == 1:
-            phase.set({names.SKIPPED: ON_POLICY})
-            return
-        attach(samples, "old_log_probs", self.policy.scatter("log_probs", self.policy.split_groups(samples), step=step))
+    def _run_step(self, index: int) -> None:
+        began = time.perf_counter()
+        step = Step(index)
+        attributes = {names.POLICY_VERSION_IN: self.policy_version, names.BATCH_SIZE: self._num_rollouts}
+        with telemetry.step_context(index), telemetry.span(names.STEP, attributes, root=True, announce=True) as span:
+            self.train_step(step)
+            with self.phase(names.RECORD):
+                metrics = self._metrics(step, time.perf_counter() - began)
+                for name, value in metrics.items():
+                    emit(name, value)
+            span.set(
+                {
+                    names.POLICY_VERSION_OUT: self.policy_version,
+                    names.NUM_PROMPTS: len({sample.group_id for sample in step.samples}),
+                    names.NUM_TOKENS: step.num_tokens,
+                }
+            )
+        self.updating = False
+        self.rewards.append(metrics[names.M_REWARD_MEAN] or 0.0)
+        self.reporter.step(StepReport(index, self.config.trainer.total_steps, time.perf_counter() - began, metrics))
 
-    def _ref_log_probs(self, samples: list[TrainSample], step: int, phase: Span) -> None:
-        if self.reference is None:
-            phase.set({names.SKIPPED: "kl_coef is 0"})
-            return
-        parts = self.reference.split_groups(samples)
-        attach(samples, "ref_log_probs", self.reference.scatter("log_probs", parts, step=step))
+    def _sample(self, step: Step, groups: Sequence[Group], params: SamplingParams) -> list[Rollout]:
+        parts = self.policy.scatter("sample", self.policy.split(groups), params, step=step.index)
+        return [rollout for part in parts for rollout in part]
 
-    def _update(self, samples: list[TrainSample], step: int) -> tuple[TokenStats, list[OptimizerStats]]:
-        """Epochs over mini-batches, each one optimizer step. Statistics are those of the last epoch."""
-        algorithm, updates = self.config.algorithm, []
-        stats = TokenStats()
-        for epoch in range(algorithm.num_epochs):
-            last = epoch == algorithm.num_epochs - 1
-            stats = TokenStats()
-            for parts in mini_batches(samples, self.policy.world_size, algorithm, (self.config.run.seed, step, epoch)):
-                for result in self.policy.scatter("forward_backward", parts, algorithm, last, step=step):
-                    stats = stats.merge(result)
-                self.updating = True
-                try:
-                    updates.append(self.policy.call("optim_step", step, step=step)[0])
-                except TrainingError:  # raised before any weight changes
-                    self.updating = bool(updates)
-                    raise
-        self.policy_version += len(updates)
-        return stats, updates
+    def _attach(self, group: WorkerGroup, method: str, step: Step) -> None:
+        """Set what a worker method gives for each sample's tokens."""
+        parts = group.split_groups(step.samples)
+        attach(parts, group.scatter(method, parts, step=step.index))
+
+    def _select(self, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], dict[str, str]]:
+        """Rollouts to learn from, and the reasons of the groups that are not, by group."""
+        scored = [rollout for rollout in rollouts if rollout.reward is not None]
+        names_ = {group: i for i, group in enumerate(dict.fromkeys(rollout.group_id for rollout in rollouts))}
+        groups = torch.tensor([names_[rollout.group_id] for rollout in scored], dtype=torch.int64)
+        rewards = torch.tensor([rollout.reward for rollout in scored], dtype=torch.float64)
+        options, checks = self.config.algorithm.shaping, {}
+        if self.config.algorithm.advantage.type in GROUP_ADVANTAGES:
+            checks["too_small"] = shaping.too_small(groups)
+        if options.group_filter is not None and options.group_filter.min_reward is not None:
+            checks["too_hard"] = shaping.too_hard(rewards, groups, min_reward=options.group_filter.min_reward)
+        if options.group_filter is not None and options.group_filter.max_reward is not None:
+            checks["too_easy"] = shaping.too_easy(rewards, groups, max_reward=options.group_filter.max_reward)
+        if options.dynamic_sampling is not None:
+            checks["zero_variance"] = shaping.zero_variance(rewards, groups)
+        if not checks:
+            kept, reasons = scored, {}
+        else:
+            selection = shaping.select(checks)
+            kept = [rollout for rollout, keep in zip(scored, selection.keep.tolist(), strict=True) if keep]
+            reasons = {r.group_id: why for r, why in zip(scored, selection.reasons, strict=True) if why is not None}
+        left = {rollout.group_id for rollout in kept}
+        return kept, {group: reasons.get(group, "no_reward") for group in names_ if group not in left}
+
+    def _step_rewards(self, step: Step) -> StepRewards:
+        rewards = torch.tensor([rollout.reward for rollout in step.rollouts], dtype=torch.float64)
+        greedy = None
+        if "greedy_rewards" in self.advantage.inputs:
+            greedy = torch.tensor([step.greedy_rewards[r.group_id] for r in step.rollouts], dtype=torch.float64)
+        if "components" not in self.advantage.inputs:
+            return StepRewards(rewards, greedy_rewards=greedy)
+        results = [step.results[rollout.rollout_id].components for rollout in step.rollouts]
+        weights = {part.name: part.weight for parts in results for part in parts}
+        # A component that failed counts 0 here, as reward.on_error: zero says.
+        found = [{part.name: part.value or 0.0 for part in parts} for parts in results]
+        table = [[values.get(name, 0.0) for name in weights] for values in found]
+        components = torch.tensor(table, dtype=torch.float64)
+        return StepRewards(rewards, components, torch.tensor(list(weights.values()), dtype=torch.float64), greedy)
+
+    @property
+    def _needs_old_log_probs(self) -> bool:
+        """Whether something before the update looks at them."""
+        algorithm = self.config.algorithm
+        return (
+            algorithm.correction is not None
+            or (algorithm.critic is not None and self.critic is None)  # its values come from the same pass
+            or (algorithm.kl is not None and algorithm.kl.where == "reward")
+            or not {"old_log_probs", "sum_pi_squared"}.isdisjoint(self.advantage.inputs)
+        )
+
+    @property
+    def kl_coef(self) -> float:
+        """Weight of the KL to the reference in this step."""
+        return self.kl_controller.coef if self.kl_controller else 0.0
+
+    def _adapt_kl(self, step: Step) -> None:
+        if self.kl_controller is not None:
+            step.metrics[names.M_KL_COEF] = self.kl_coef
+            stats = step.token_stats
+            if stats.num_tokens:
+                self.kl_controller.update(stats.ref_kl / stats.num_tokens, len(step.rollouts))
+
+    def _record_dropped(self, rollouts: Sequence[Rollout], reason: str) -> None:
+        attributes = {
+            names.GROUP_ID: rollouts[0].group_id,
+            names.PROMPT_ID: rollouts[0].prompt.prompt_id,
+            names.REASON: reason,
+            names.GROUP_SIZE: len(rollouts),
+        }
+        telemetry.event(names.GROUP_DROPPED, attributes)
+
+    def _save_what_is_whole(self) -> None:
+        """After a failed step: a checkpoint of the last finished one, unless an update of the step has begun."""
+        if self.step and not self.updating:
+            with suppress(Exception):  # the error under way matters more, and the policy workers may be what failed
+                self._checkpoint()
 
     def _checkpoint(self) -> None:
         """Write a resumable checkpoint of the last finished step."""
         self.reporter.stage(f"writing checkpoint of step {self.step}")
         folder = self.job.run_dir / "checkpoints"
         with telemetry.span(names.CHECKPOINT, {names.STEP_INDEX: self.step}, announce=True) as span:
+            trainer = self.config.trainer
             self.saved = checkpoint.write(
-                folder,
-                TrainerState(self.step, self.sampler.state_dict()),
-                lambda directory: self.policy.call_rank(0, "save", directory),
-                self.config.trainer.keep_checkpoints,
+                folder, self._state(), self._savers(), trainer.keep_checkpoints, trainer.keep_best
             )
             span.set({names.PATH: str(self.saved)})
 
-    # Metrics ---------------------------------------------------------------------------------------------------------
+    def _state(self) -> TrainerState:
+        controller = self.kl_controller.state_dict() if self.kl_controller is not None else None
+        return TrainerState(self.step, self.sampler.state_dict(), self.fingerprint, controller, self.best)
+
+    def _savers(self) -> dict[str, Callable[[Path], object]]:
+        """Who writes which part of a checkpoint."""
+        savers: dict[str, Callable[[Path], object]] = {".": partial(self.policy.call_rank, 0, "save")}
+        if self.critic is not None:
+            savers[CRITIC] = partial(self.critic.call_rank, 0, "save")
+        elif self.config.algorithm.critic is not None:
+            savers[CRITIC] = partial(self.policy.call_rank, 0, "save_value_head")
+        return savers
 
     @property
     def _num_rollouts(self) -> int:
         return self.config.trainer.prompts_per_step * self.config.rollout.group_size
 
-    def _metrics(
-        self,
-        rollouts: list[Rollout],
-        advantages: torch.Tensor,
-        stats: TokenStats,
-        updates: list[OptimizerStats],
-        seconds: float,
-        sampling: float,
-    ) -> dict[str, float | None]:
-        sampled = sum(rollout.num_response_tokens for rollout in rollouts)
-        tokens = sampled + sum(len(rollout.prompt.token_ids) for rollout in rollouts)
-        algorithm = self.config.algorithm
-        metrics: dict[Any, float | None] = {
-            **rollout_metrics(rollouts, advantages),
-            **stats.metrics(algorithm.kl_coef, algorithm.num_mini_batches),
-            names.M_GRAD_NORM: updates[-1].grad_norm,
-            names.M_LR: updates[-1].learning_rate,
-            names.M_WEIGHTS_CHANGED: updates[-1].weights_changed,
+    def _metrics(self, step: Step, seconds: float) -> dict[str, float | None]:
+        """The step's metrics; those of the update are absent when there was nothing to learn from."""
+        sampled = sum(rollout.num_response_tokens for rollout in step.sampled)
+        tokens = sampled + sum(len(rollout.prompt.token_ids) for rollout in step.sampled)
+        metrics = rollout_metrics(step.sampled) | step.metrics
+        num_epochs = self.config.algorithm.num_epochs
+        if step.updates:
+            metrics |= step.token_stats.metrics(self.config.algorithm, len(step.updates) // num_epochs)
+            metrics |= update_metrics(step.updates)
+        if self.config.algorithm.critic is not None and (updates := step.critic_updates or step.updates):
+            metrics |= step.value_stats.metrics(len(updates) // num_epochs)
+        if step.critic_updates:
+            metrics |= critic_metrics(step.critic_updates)
+        return {
+            **metrics,
             names.M_TOKENS_PER_S: tokens / seconds,
-            names.M_SAMPLES_PER_S: len(rollouts) / seconds,
-            names.M_GEN_TOKENS_PER_S: sampled / sampling,
+            names.M_SAMPLES_PER_S: len(step.sampled) / seconds,
+            names.M_GEN_TOKENS_PER_S: sampled / step.sampling_s,
         }
-        return metrics
+
+
+def _kl_controller(section: KlSection | None) -> kl.Controller | None:
+    if section is None:
+        return None
+    if isinstance(section.controller, AdaptiveController):
+        return kl.AdaptiveController(section.coef, section.controller.target, section.controller.horizon)
+    return kl.FixedController(section.coef)
+
+
+def _greedy(group: Group) -> Group:
+    return replace(group, group_id=f"{group.group_id}{GREEDY}", size=1, seeds=group.seeds[:1], split="eval")

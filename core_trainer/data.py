@@ -243,14 +243,15 @@ class PromptSampler:
         self._epoch, self._position = 0, 0
         self._order = self._epoch_order()
 
-    def next_step(self) -> list[Prompt]:
-        """The next ``prompts_per_step`` prompts."""
+    def next_step(self, count: int | None = None) -> list[Prompt]:
+        """The next ``count`` prompts, by default those of a step."""
+        count = self._prompts_per_step if count is None else count
         step: list[Prompt] = []
-        while len(step) < self._prompts_per_step:
+        while len(step) < count:
             if self._position == len(self._prompts):
                 self._epoch, self._position = self._epoch + 1, 0
                 self._order = self._epoch_order()
-            take = self._order[self._position : self._position + self._prompts_per_step - len(step)]
+            take = self._order[self._position : self._position + count - len(step)]
             step += [self._prompts[i] for i in take]
             self._position += len(take)
         return step

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from core_trainer.types import Rollout
 from rlinsight import names, telemetry
+from rlinsight.config import AlgorithmSection
 
 
 @dataclass(slots=True)
@@ -22,8 +23,10 @@ class TokenStats:
     """Sums over loss tokens of an update; ``merge`` adds two."""
 
     num_tokens: int = 0
-    policy_loss: float = 0.0  # already weighted: sums to the loss
-    kl_loss: float = 0.0  # already weighted
+    loss: float = 0.0  # already weighted, as are its terms
+    policy_loss: float = 0.0
+    kl_loss: float = 0.0
+    entropy_loss: float = 0.0
     entropy: float = 0.0
     policy_kl: float = 0.0
     ref_kl: float = 0.0
@@ -43,20 +46,21 @@ class TokenStats:
             merged[item.name] = max(mine, theirs) if item.name.endswith("_max") else mine + theirs
         return TokenStats(**merged)
 
-    def metrics(self, kl_coef: float, num_updates: int) -> dict[str, float | None]:
+    def metrics(self, algorithm: AlgorithmSection, num_updates: int) -> dict[str, float | None]:
         """Means per loss token, losses per optimizer step; None where there is none."""
-        policy_loss, kl_loss = self.policy_loss / num_updates, self.kl_loss / num_updates
 
         def mean(total: float) -> float | None:
             return total / self.num_tokens if self.num_tokens else None
 
+        kl, updates = algorithm.kl, max(num_updates, 1)
         return {
-            names.M_LOSS: policy_loss + kl_coef * kl_loss,
-            names.M_POLICY_LOSS: policy_loss,
-            names.M_KL_LOSS: kl_loss if kl_coef else None,
+            names.M_LOSS: self.loss / updates,
+            names.M_POLICY_LOSS: self.policy_loss / updates,
+            names.M_KL_LOSS: self.kl_loss / updates if kl is not None and kl.where == "loss" else None,
+            names.M_ENTROPY_LOSS: self.entropy_loss / updates if algorithm.entropy_coef else None,
             names.M_ENTROPY: mean(self.entropy),
             names.M_POLICY_KL: mean(self.policy_kl),
-            names.M_REF_KL: mean(self.ref_kl) if kl_coef else None,
+            names.M_REF_KL: mean(self.ref_kl) if kl is not None else None,
             names.M_ROLLOUT_KL: mean(self.rollout_kl),
             names.M_ROLLOUT_ABS: mean(self.rollout_gap),
             names.M_ROLLOUT_MAX: self.rollout_gap_max,
@@ -105,8 +109,8 @@ def token_stats(
     )
 
 
-def rollout_metrics(rollouts: Sequence[Rollout], advantages: Tensor) -> dict[str, float | None]:
-    """Rewards, lengths and group signal of a step. ``rollouts`` are scored; advantages [B] in their order."""
+def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float | None]:
+    """Rewards, lengths and group signal of everything a step sampled and scored, learned from or not."""
     rewards = np.array([rollout.reward for rollout in rollouts], dtype=np.float64)
     lengths = np.array([rollout.num_response_tokens for rollout in rollouts])
     groups: dict[str, list[float]] = {}
@@ -118,7 +122,6 @@ def rollout_metrics(rollouts: Sequence[Rollout], advantages: Tensor) -> dict[str
         names.M_REWARD_MAX: float(rewards.max()),
         names.M_REWARD_MIN: float(rewards.min()),
         names.M_ZERO_VARIANCE: float(np.mean([len(set(values)) == 1 for values in groups.values()])),
-        names.M_ADVANTAGE_ABS: float(advantages.abs().mean()),
         names.M_LENGTH_MEAN: float(lengths.mean()),
         names.M_LENGTH_MAX: float(lengths.max()),
         names.M_TRUNCATED: float(np.mean([rollout.finish_reason == "length" for rollout in rollouts])),
@@ -131,7 +134,15 @@ WEIGHTS = {  # what each mean or sum counted; the rest are per step
         (m for m in names.METRICS if m.startswith(("reward/", "response_length/", "prompt_length/"))), "rollout"
     ),
     **dict.fromkeys((m for m in names.METRICS if m.startswith("policy/")), "token"),
-    names.M_ADVANTAGE_ABS: "rollout",
+    **dict.fromkeys((m for m in names.METRICS if m.startswith("correction/")), "token"),
+    **{
+        names.M_CORRECTION[name]: "rollout"
+        for name in ("chi2_sequence", "perplexity_ratio", "rejected_rollout_fraction")
+    },
+    **dict.fromkeys((m for m in names.METRICS if m.startswith("critic/")), "token"),
+    **dict.fromkeys((names.M_VALUE_LOSS, names.M_CRITIC_GRAD_NORM, names.M_CRITIC_LR), "step"),
+    names.M_KL_REWARD: "rollout",
+    names.M_ADVANTAGE_ABS: "token",
     names.M_ZERO_VARIANCE: "group",
 }
 

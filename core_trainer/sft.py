@@ -54,6 +54,7 @@ class SftCluster(Cluster):
     """Data and the one worker group of an attempt."""
 
     config: SftConfig
+    step = 0  # last step of the checkpoint this attempt starts from
 
     def _start(self) -> None:
         config, job, say = self.config, self.job, self.reporter.stage

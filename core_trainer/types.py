@@ -58,7 +58,7 @@ class Rollout:
     prompt: Prompt
     turns: list[Turn]
     carrier: dict[str, str]  # W3C trace context of the rollout's own trace
-    reward: float | None = None
+    reward: float | None = None  # None until it is scored, and for good when it could not be
 
     @property
     def response_text(self) -> str:

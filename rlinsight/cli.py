@@ -360,7 +360,8 @@ def _launch(file: Path, words: list[str], resume: bool, kind: type[Config | SftC
 
     from rlinsight import launch
 
-    raise typer.Exit(launch.train(loaded, Console(), resume=resume, wanted=runs[0] if runs else None))
+    outcome = launch.train(loaded, Console(), resume=resume, wanted=runs[0] if runs else None)
+    raise typer.Exit(outcome.exit_code)
 
 
 def _load(file: Path, overrides: list[str], kind: type[Config | SftConfig]) -> Config | SftConfig:

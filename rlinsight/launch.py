@@ -39,6 +39,15 @@ LEFTOVERS_TIMEOUT_S = 10.0
 INGEST_TIMEOUT_S = 24 * 3600.0  # a spool of an offline cluster may be large; progress is kept if it is interrupted
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a training run ended."""
+
+    run_id: str
+    summary: RunSummary
+    exit_code: int  # of the process: 0, or 128 + signal when the user stopped it
+
+
 def train(
     config: Config | SftConfig,
     console: Console,
@@ -46,8 +55,8 @@ def train(
     resume: bool = False,
     wanted: str | None = None,
     controller: Controller | None = None,
-) -> int:
-    """Train, and return the process's exit code: 0, or 128 + signal when the user stopped it.
+) -> Outcome:
+    """Train, and deliver what was recorded.
 
     ``resume`` continues ``wanted`` (a run id or folder), or the newest run of the config's name. ``controller`` stands
     in for ``core_trainer.controller.run`` or ``core_trainer.sft.run``. Raises RlinsightError for whatever the user can
@@ -98,7 +107,7 @@ def train(
         if not end.delivered:
             where = shlex.join([str(run.spool), "--store", str(section.store)])
             _say(console, [f"telemetry is left on disk; bring it into the store with: rlinsight ingest {where}"])
-    return end.exit_code
+    return Outcome(run.run_id, summary, end.exit_code)
 
 
 def ingest(directory: Path, path: Path) -> str:

@@ -83,6 +83,7 @@ SAMPLE = _span("rl.sample", "sample a group of rollouts for each prompt")
 REWARD = _span("rl.reward", "score every rollout")
 OLD_LOG_PROBS = _span("rl.old_log_probs", "recompute the sampled tokens' log-probs under the policy before its update")
 REF_LOG_PROBS = _span("rl.ref_log_probs", "log-probs under the frozen reference")
+VALUES = _span("rl.values", "the critic's values of the sampled tokens before its update")
 ADVANTAGES = _span("rl.advantages", "rewards to advantages")
 TRAIN = _span("rl.train", "policy update: forward, backward, optimizer")
 SYNC = _span("rl.sync", "publish the new weights to the rollout engine")
@@ -237,6 +238,11 @@ LOG_PROBS_ARRAY = _attr("rlinsight.tokens.log_probs", "float32 bytes [T], in the
 REF_LOG_PROBS_ARRAY = _attr("rlinsight.tokens.ref_log_probs", "float32 bytes [T], frozen reference")
 ENTROPY_ARRAY = _attr("rlinsight.tokens.entropy", "float32 bytes [T], entropy of the full distribution", "nat")
 ADVANTAGES_ARRAY = _attr("rlinsight.tokens.advantages", "float32 bytes [T]")
+WEIGHTS_ARRAY = _attr(
+    "rlinsight.tokens.weights", "float32 bytes [T], importance weights; 0 where rejected, absent without correction"
+)
+VALUES_ARRAY = _attr("rlinsight.tokens.values", "float32 bytes [T], the critic's, before its update")
+RETURNS_ARRAY = _attr("rlinsight.tokens.returns", "float32 bytes [T], what the critic learns")
 CLIPPED_ARRAY = _attr("rlinsight.tokens.clipped", "uint8 bytes [T], 1 where the clip cut the token's gradient")
 
 # Attributes: rewards (GenAI evaluation conventions) ------------------------------------------------------------------
@@ -296,7 +302,7 @@ M_REWARD_MIN = _metric("reward/min", "min", "worst reward")
 M_ZERO_VARIANCE = _metric(
     "reward/zero_variance_groups", "mean", "share of groups whose rewards are all equal: no signal"
 )
-M_ADVANTAGE_ABS = _metric("advantage/abs_mean", "mean", "mean absolute advantage over rollouts")
+M_ADVANTAGE_ABS = _metric("advantage/abs_mean", "mean", "mean absolute advantage over loss tokens")
 M_LENGTH_MEAN = _metric("response_length/mean", "mean", "sampled tokens per rollout", "{token}")
 M_LENGTH_MAX = _metric("response_length/max", "max", "longest response", "{token}")
 M_TRUNCATED = _metric("response_length/truncated", "mean", "share of rollouts cut off at max_new_tokens")
@@ -313,6 +319,27 @@ M_RATIO_MAX = _metric("policy/ratio_max", "max", "largest exp(log_probs - old_lo
 M_LOSS = _metric("loss/total", "mean", "the loss that was minimised")
 M_POLICY_LOSS = _metric("loss/policy", "mean", "policy term")
 M_KL_LOSS = _metric("loss/kl", "mean", "KL term before its coefficient")
+M_ENTROPY_LOSS = _metric("loss/entropy", "mean", "entropy as the loss weighs tokens, before its coefficient")
+M_KL_COEF = _metric("kl/coef", "last", "weight of the KL to the reference; an adaptive controller moves it")
+M_KL_REWARD = _metric("kl/reward", "mean", "KL taken off the reward, per rollout, before its weight", "nat")
+M_GROUPS_DROPPED = _metric("sampling/groups_dropped", "sum", "groups that were sampled and not learned from")
+M_SAMPLING_ROUNDS = _metric("sampling/rounds", "sum", "times the step sampled to get enough groups")
+M_CORRECTION = {
+    name: _metric(f"correction/{name}", "mean", doc, unit)
+    for name, doc, unit in (
+        ("k1", "KL of the engine's policy from the trainer's per token, from one sample each", "nat"),
+        ("k3", "the same, never negative", "nat"),
+        ("chi2_token", "mean squared ratio of trainer to engine minus 1, by token", "1"),
+        ("chi2_sequence", "the same by rollout", "1"),
+        ("effective_sample_size", "share of the tokens that their ratios leave as independent samples", "1"),
+        ("perplexity_ratio", "trainer's perplexity over the engine's, by rollout", "1"),
+        ("weight_mean", "importance weight per token, before it is normalised", "1"),
+        ("weight_bounded_fraction", "share of tokens whose weight a bound changed", "1"),
+        ("weight_effective_sample_size", "share of the tokens that their weights leave as independent samples", "1"),
+        ("rejected_token_fraction", "share of tokens left out of the loss", "1"),
+        ("rejected_rollout_fraction", "share of rollouts that lost a token", "1"),
+    )
+}
 M_GRAD_NORM = _metric("optim/grad_norm", "mean", "gradient norm before clipping, over the step's updates")
 M_GRAD_NORM_MAX = _metric("optim/grad_norm_max", "max", "largest gradient norm of the step's updates, before clipping")
 M_GRAD_NORM_GROUPS = {

@@ -95,7 +95,7 @@ def test_train_metrics_has_a_column_for_every_step_metric(con):
 
     def column(metric: str) -> str:
         head, _, tail = metric.partition("/")
-        return tail if head in ("policy", "optim", "perf") else metric.replace("/", "_")
+        return tail.replace("/", "_") if head in ("policy", "optim", "perf") else metric.replace("/", "_")
 
     for i, metric in enumerate(names.METRICS):
         _rows(con, "step_metrics", {"run_id": "r", "attempt": 1, "step": 1, "time_ns": 1, "name": metric, "value": i})

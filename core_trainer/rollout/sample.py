@@ -30,12 +30,14 @@ class Group:
     split: Literal["train", "eval"] = "train"  # eval: no update may learn from it
 
 
-def make_groups(prompts: Sequence[Prompt], group_size: int, seed: int, step: int, attempt: int) -> list[Group]:
-    """Name and seed a step's groups. Seeds depend on (run seed, step, group, sample), not on the attempt or the
-    workers.
+def make_groups(
+    prompts: Sequence[Prompt], group_size: int, seed: int, step: int, attempt: int, first: int = 0
+) -> list[Group]:
+    """Name and seed groups of a step, counting from ``first``. Seeds depend on (run seed, step, group, sample), not on
+    the attempt or the workers.
     """
     groups = []
-    for i, prompt in enumerate(prompts):
+    for i, prompt in enumerate(prompts, start=first):
         seeds = tuple(sample_seed(f"{seed}/{step}/{i}/{j}") for j in range(group_size))
         groups.append(Group(f"a{attempt}-s{step:06d}-g{i:04d}", prompt, group_size, seeds))
     return groups

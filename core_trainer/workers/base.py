@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 from core_trainer.job import Job
 from rlinsight import names, store, telemetry
 from rlinsight.config import TelemetrySection
+
+RENDEZVOUS_TIMEOUT = timedelta(seconds=120)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,18 @@ class Worker:
     def close(self) -> bool:
         """Deliver what is recorded; True if the collector has all of it."""
         return telemetry.shutdown()
+
+
+def meet(place: Place, port: int | None) -> None:
+    """Join the process group of the ranks at ``port``; a group of one has none to join."""
+    if port is None:
+        return
+    import torch
+
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    torch.distributed.init_process_group(
+        backend, f"tcp://127.0.0.1:{port}", RENDEZVOUS_TIMEOUT, place.world_size, place.rank
+    )
 
 
 def use_threads(world_size: int) -> None:

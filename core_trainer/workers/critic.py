@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from core_trainer import attention, checkpoint, models, value_model
 from core_trainer.batching import TrainSample, micro_batches, pack
@@ -19,8 +18,7 @@ from core_trainer.forward import checkpoint_layers
 from core_trainer.job import Job
 from core_trainer.optimizer import MasterOptimizer, OptimizerStats
 from core_trainer.value_model import ValueStats
-from core_trainer.workers.base import Place, Worker, use_threads
-from core_trainer.workers.policy import RENDEZVOUS_TIMEOUT
+from core_trainer.workers.base import Place, Worker, meet, use_threads
 from rlinsight import names, telemetry
 from rlinsight.config import Config
 from rlinsight.config.critic import ModelCritic
@@ -45,10 +43,7 @@ class CriticWorker(Worker):
         """
         place = self.place
         use_threads(place.world_size)
-        if port is not None:
-            address = f"tcp://127.0.0.1:{port}"
-            backend = "nccl" if torch.cuda.is_available() else "gloo"
-            dist.init_process_group(backend, address, RENDEZVOUS_TIMEOUT, place.world_size, place.rank)
+        meet(place, port)
         with telemetry.span(names.LOAD_MODEL, {names.PATH: str(resume or model_dir)}):
             self._load(model_dir, resume)
 
@@ -70,9 +65,10 @@ class CriticWorker(Worker):
         if resume is not None:
             checkpoint.load_optimizer(resume, self.optimizer)
 
-    def values(self, samples: Sequence[TrainSample]) -> list[np.ndarray]:
-        """Values [T] of each sample's tokens under the current weights."""
-        return value_model.sample_values(self.decoder, self.head, samples, self.trainer.micro_batch_tokens)
+    def values(self, samples: Sequence[TrainSample]) -> dict[str, list[np.ndarray]]:
+        """Values [T] of each sample's tokens under the current weights, by the name of TrainSample's field."""
+        budget = self.trainer.micro_batch_tokens
+        return {"values": value_model.sample_values(self.decoder, self.head, samples, budget)}
 
     def forward_backward(self, samples: Sequence[TrainSample]) -> ValueStats:
         """Add the value loss gradient of ``samples``, whose values and returns are set, to the accumulated one."""

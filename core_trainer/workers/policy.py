@@ -8,36 +8,41 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from core_trainer import attention, checkpoint, models
-from core_trainer.algorithms import kl, policy_losses
+from core_trainer import attention, checkpoint, lora, models, value_model
+from core_trainer.algorithms import kl, policy_losses, registry
 from core_trainer.batching import PackedBatch, TrainSample, micro_batches, pack
-from core_trainer.forward import log_probs, sample_log_probs
+from core_trainer.forward import checkpoint_layers, sample_log_probs, sample_scores, scores
 from core_trainer.job import Job
 from core_trainer.metrics import TokenStats, token_stats
 from core_trainer.optimizer import MasterOptimizer, OptimizerStats
 from core_trainer.rollout.build import build_engine
 from core_trainer.rollout.sample import Group, sample_rollouts
 from core_trainer.types import Rollout, SamplingParams
-from core_trainer.workers.base import Place, Worker, use_threads
+from core_trainer.value_model import ValueHead, ValueStats
+from core_trainer.workers.base import Place, Worker, meet, use_threads
 from rlinsight import names, telemetry
-from rlinsight.config import AlgorithmSection, Config
+from rlinsight.config import Config
+from rlinsight.config.critic import SharedCritic
 
-RENDEZVOUS_TIMEOUT = timedelta(seconds=120)
+CRITIC = "critic"  # the critic's part of a checkpoint
 
 
 class PolicyWorker(Worker):
     """One data-parallel rank of the policy, with its rollout engine."""
 
-    BUCKETS: Mapping[str, str] = {"log_probs": "productive", "save": "overhead"}
+    BUCKETS: Mapping[str, str] = {
+        "log_probs": "productive",
+        "ref_log_probs": "productive",
+        "save": "overhead",
+        "save_value_head": "overhead",
+    }
 
     def __init__(self, place: Place, job: Job, config: Config, resource: dict[str, str]) -> None:
         super().__init__(place, job, config.telemetry, resource)
@@ -46,105 +51,159 @@ class PolicyWorker(Worker):
         self.micro_batch_tokens = config.trainer.micro_batch_tokens
         self.model_name = config.model.source
         self.policy_version = 0
+        self.head: ValueHead | None = None  # of a critic that shares this model
 
     def start(self, model_dir: Path, resume: Path | None, port: int | None) -> None:
         """Load the model, or the checkpoint ``resume``, and meet the other ranks at ``port``."""
-        place = self.place
+        place, algorithm = self.place, self.config.algorithm
+        registry.load_plugins(algorithm.plugins)
+        self.wants_sum_pi_squared = "sum_pi_squared" in registry.find("advantage", algorithm.advantage.type).inputs
         use_threads(place.world_size)
-        if port is not None:
-            address = f"tcp://127.0.0.1:{port}"
-            backend = "nccl" if torch.cuda.is_available() else "gloo"
-            dist.init_process_group(backend, address, RENDEZVOUS_TIMEOUT, place.world_size, place.rank)
+        meet(place, port)
         with telemetry.span(names.LOAD_MODEL, {names.PATH: str(resume or model_dir)}):
             self._load(self.config, model_dir, resume)
 
     def _load(self, config: Config, model_dir: Path, resume: Path | None) -> None:
-        """Masters from full-precision weights first, then the model itself in the compute dtype."""
-        source = resume or model_dir
-        self.model = models.load_model(source, torch.float32)
-        models.to_accelerator(self.model)
-        compute_dtype = models.compute_dtype(config.model.compute_dtype)
-        master_dtype = torch.float32 if config.model.master_dtype == "float32" else compute_dtype
-        self.optimizer = MasterOptimizer(self.model, config.trainer, master_dtype)
-        for parameter in self.model.parameters():  # not model.to(): rotary tables stay in float32
-            parameter.data = parameter.data.to(compute_dtype)
+        self.model, self.optimizer, self.policy_version = checkpoint.load_policy(
+            config.model, config.trainer, model_dir, resume, config.run.seed
+        )
         attention.enable(self.model)
-        self.tokenizer = models.load_tokenizer(source)
-        self.model_dir = source
+        if config.trainer.gradient_checkpointing:
+            checkpoint_layers(self.model)
+        if isinstance(config.algorithm.critic, SharedCritic):
+            self._load_value_head(resume / CRITIC if resume else None)
+        self.tokenizer = models.load_tokenizer(model_dir)
+        self.model_dir = model_dir
+        merge = config.model.lora is None or config.model.lora.sync == "merged"
+        longest = config.rollout.max_new_tokens
+        if config.validation is not None:
+            longest = max(longest, config.validation.max_new_tokens or 0)
+        rollout = config.rollout.model_copy(update={"max_new_tokens": longest})
+        self.engine = build_engine(rollout, config.data, self.model, self.tokenizer, model_dir, merge)
+
+    def _load_value_head(self, resume: Path | None) -> None:
+        """A head on the policy's hidden states. It has an optimizer of its own, so that its gradient's size does not
+        decide how far the policy's is clipped.
+        """
+        width = self.model.config.hidden_size
+        self.head = value_model.load_head(resume or self.model_dir, width, None if resume else self.config.run.seed)
+        self.head.to(self.model.device)
+        self.head_optimizer = MasterOptimizer(self.head, self.config.trainer, torch.float32)
         if resume is not None:
-            self.policy_version = checkpoint.load_optimizer(resume, self.optimizer)
-        self.engine = build_engine(config.rollout, config.data, self.model, self.tokenizer, self.model_dir)
+            checkpoint.load_optimizer(resume, self.head_optimizer)
 
     def sample(self, groups: Sequence[Group], params: SamplingParams) -> list[Rollout]:
         """Sample every rollout of the groups."""
         piece = lru_cache(maxsize=None)(lambda token: models.decode(self.tokenizer, [token], special=True))
         return asyncio.run(sample_rollouts(self.engine, groups, params, piece, self.place.lane, self.model_name))
 
-    def log_probs(self, samples: Sequence[TrainSample]) -> list[np.ndarray]:
-        """Log-probs [T] of each sample's tokens under the current weights."""
-        return sample_log_probs(self.model, samples, self.temperature, self.micro_batch_tokens)
+    def log_probs(self, samples: Sequence[TrainSample]) -> dict[str, list[np.ndarray]]:
+        """Under the current weights, arrays [T] of each sample's tokens by the name of TrainSample's field: their
+        log-probs, the values of a head on this model, and the sum of squared probabilities where an advantage asks.
+        """
+        budget = self.micro_batch_tokens
+        if self.head is not None:
+            found = value_model.sample_log_probs_and_values(self.model, self.head, samples, self.temperature, budget)
+            return {"old_log_probs": found[0], "values": found[1]}
+        wanted = self.wants_sum_pi_squared
+        scored = sample_scores(self.model, samples, self.temperature, budget, sum_pi_squared=wanted)
+        arrays = {"old_log_probs": scored["log_probs"]}
+        return arrays | {"sum_pi_squared": scored["sum_pi_squared"]} if wanted else arrays
 
-    def forward_backward(self, samples: Sequence[TrainSample], algorithm: AlgorithmSection, record: bool) -> TokenStats:
+    def ref_log_probs(self, samples: Sequence[TrainSample]) -> dict[str, list[np.ndarray]]:
+        """Log-probs [T] under the model without its adapters, which is the reference of a policy that trains only
+        those.
+        """
+        with lora.disabled(self.model):
+            return {"ref_log_probs": sample_log_probs(self.model, samples, self.temperature, self.micro_batch_tokens)}
+
+    def forward_backward(
+        self, samples: Sequence[TrainSample], kl_coef: float, record: bool
+    ) -> tuple[TokenStats, ValueStats]:
         """Add the loss gradient of ``samples`` to the accumulated one. ``record`` emits what each token went
         through.
         """
-        stats = TokenStats()
+        stats, values = TokenStats(), ValueStats()
         for part in micro_batches(samples, self.micro_batch_tokens):
             batch = pack(part, self.model.device)
             size = batch.input_ids.numel()
             with telemetry.span(names.MICRO_BATCH, {names.NUM_TOKENS: size, names.BUCKET: "productive"}):
-                stats = stats.merge(self._micro_batch(batch, algorithm, record))
-        return stats
+                found = self._micro_batch(batch, kl_coef, record)
+            stats, values = stats.merge(found[0]), values.merge(found[1])
+        return stats, values
 
-    def _micro_batch(self, batch: PackedBatch, algorithm: AlgorithmSection, record: bool) -> TokenStats:
-        current, entropy = log_probs(self.model, batch, self.temperature)
+    def _micro_batch(self, batch: PackedBatch, kl_coef: float, record: bool) -> tuple[TokenStats, ValueStats]:
+        section = self.config.algorithm
+        wants_entropy = section.entropy_coef > 0
+        values, value_stats = None, ValueStats()
+        if self.head is not None:
+            found, values = value_model.scores_and_values(
+                self.model, self.head, batch, self.temperature, entropy_gradient=wants_entropy
+            )
+        else:
+            found = scores(self.model, batch, self.temperature, entropy_gradient=wants_entropy)
+        current, entropy = found.log_probs, found.entropy
         detached = current.detach()
         on_policy = batch.samples[0].old_log_probs is None
         old = detached if on_policy else batch.gather("old_log_probs")
         mask = batch.gather("loss_mask", torch.bool)
-        advantages = batch.gather("advantages")
         weights = batch.per_token("token_weight") * mask
-        loss, ratio, clipped = policy_losses.ppo_clip(
-            current,
-            old,
-            advantages,
-            mask,
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            dual_clip=algorithm.dual_clip,
+        inputs = {
+            "log_probs": current,
+            "old_log_probs": old,
+            "advantages": batch.gather("advantages"),
+            "mask": mask,
+            "sequences": batch.sequences,
+        }
+        token = policy_losses.compute(
+            section.policy_loss.type, inputs, section.policy_loss.model_dump(exclude={"type"})
         )
-        policy_loss = total = (loss * weights).sum()
+        # Importance weights correct the policy gradient; entropy and KL are of the policy as it is.
+        importance = batch.gather("weights") if batch.samples[0].weights is not None else None
+        policy_loss = total = (token.loss * weights * (1 if importance is None else importance)).sum()
+        entropy_loss = (entropy * weights).sum()
+        if section.entropy_coef:
+            total = total - section.entropy_coef * entropy_loss
         ref, kl_loss = None, torch.zeros(())
-        if algorithm.kl_coef:
+        if section.kl is not None:
             ref = batch.gather("ref_log_probs")
-            kl_loss = (kl.estimate(algorithm.kl_estimator, current, ref) * weights).sum()
-            total = policy_loss + algorithm.kl_coef * kl_loss
+            if section.kl.where == "loss":
+                kl_loss = (kl.estimate(section.kl.estimator, current, ref) * weights).sum()
+                total = total + kl_coef * kl_loss
+        if values is not None and isinstance(section.critic, SharedCritic):
+            value_loss, value_stats = value_model.weighted_value_loss(values, batch, section.critic.clip)
+            total = total + section.critic.coef * value_loss
         total.backward()
         self.optimizer.accumulate()
+        if self.head is not None:
+            self.head_optimizer.accumulate()
         staleness = self.policy_version - batch.per_token("policy_version")
         rollout = batch.gather("rollout_log_probs")
-        stats = token_stats(mask, detached, old, rollout, ref, entropy, ratio, clipped, staleness)
-        stats.policy_loss, stats.kl_loss = float(policy_loss.detach()), float(kl_loss.detach())
+        stats = token_stats(mask, detached, old, rollout, ref, entropy.detach(), token.ratio, token.clipped, staleness)
+        stats.loss, stats.policy_loss = float(total.detach()), float(policy_loss.detach())
+        stats.kl_loss, stats.entropy_loss = float(kl_loss.detach()), float(entropy_loss.detach())
         if record:
-            self._record(batch, old, detached, entropy, clipped)
-        return stats
+            self._record(batch, old, detached, entropy.detach(), token.clipped)
+        return stats, value_stats
 
     def _record(self, batch: PackedBatch, old: Tensor, current: Tensor, entropy: Tensor, clipped: Tensor) -> None:
         """One event per turn consumed: its advantage and per-token arrays."""
         columns = zip(batch.samples, *(batch.split(x) for x in (old, current, entropy, clipped)), strict=True)
         for sample, olds, currents, entropies, cuts in columns:
+            floats = {
+                names.OLD_LOG_PROBS_ARRAY: olds,
+                names.LOG_PROBS_ARRAY: currents,
+                names.REF_LOG_PROBS_ARRAY: sample.ref_log_probs,
+                names.ENTROPY_ARRAY: entropies,
+                names.ADVANTAGES_ARRAY: sample.advantages,
+                names.WEIGHTS_ARRAY: sample.weights,
+                names.VALUES_ARRAY: sample.values,
+                names.RETURNS_ARRAY: sample.returns,
+            }
+            flags = {names.LOSS_MASK: sample.loss_mask, names.CLIPPED_ARRAY: cuts}
+            assert sample.advantages is not None, "advantages come before the update"
             for index, start, end in sample.turns:
                 part = slice(start, end)
-                arrays = {
-                    names.LOSS_MASK: sample.loss_mask[part].astype("u1"),
-                    names.OLD_LOG_PROBS_ARRAY: olds[part].astype("<f4"),
-                    names.LOG_PROBS_ARRAY: currents[part].astype("<f4"),
-                    names.ENTROPY_ARRAY: entropies[part].astype("<f4"),
-                    names.ADVANTAGES_ARRAY: sample.advantages[part].astype("<f4"),
-                    names.CLIPPED_ARRAY: cuts[part].astype("u1"),
-                }
-                if sample.ref_log_probs is not None:
-                    arrays[names.REF_LOG_PROBS_ARRAY] = sample.ref_log_probs[part].astype("<f4")
                 telemetry.event(
                     names.ROLLOUT_TRAINED,
                     {
@@ -152,7 +211,12 @@ class PolicyWorker(Worker):
                         names.TURN_INDEX: index,
                         names.POLICY_VERSION: self.policy_version,
                         names.ADVANTAGE: float(sample.advantages[start]),
-                        **{name: array.tobytes() for name, array in arrays.items()},
+                        **{name: array[part].astype("u1").tobytes() for name, array in flags.items()},
+                        **{
+                            name: array[part].astype("<f4").tobytes()
+                            for name, array in floats.items()
+                            if array is not None
+                        },
                     },
                     carrier=sample.carrier,
                 )
@@ -161,6 +225,8 @@ class PolicyWorker(Worker):
         """Sum gradients over ranks, clip, update. The rollout engine keeps the old weights until ``sync_weights``."""
         with telemetry.span(names.OPTIMIZER, {names.BUCKET: "productive"}):
             stats = self.optimizer.step(step)
+            if self.head is not None:
+                self.head_optimizer.step(step)
         self.policy_version += 1
         return stats
 
@@ -183,3 +249,9 @@ class PolicyWorker(Worker):
     def save(self, directory: Path) -> None:
         """Write weights and optimizer into a checkpoint being made; rank 0 only, all ranks hold the same."""
         checkpoint.save_policy(directory, self.model, self.model_dir, self.optimizer, self.policy_version)
+
+    def save_value_head(self, directory: Path) -> None:
+        """Write the head on this model into the critic's part of a checkpoint; rank 0 only."""
+        assert self.head is not None, "the critic is a model of its own"
+        value_model.save_head(directory, self.head_optimizer.named_master(self.head))
+        checkpoint.save_optimizer(directory, self.head_optimizer, self.head_optimizer.num_updates)

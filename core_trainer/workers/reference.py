@@ -19,7 +19,7 @@ from rlinsight.config import Config
 class ReferenceWorker(Worker):
     """One data-parallel rank of the reference, in the compute dtype."""
 
-    BUCKETS: Mapping[str, str] = {"log_probs": "productive"}
+    BUCKETS: Mapping[str, str] = {"ref_log_probs": "productive"}
 
     def __init__(self, place: Place, job: Job, config: Config, resource: dict[str, str]) -> None:
         super().__init__(place, job, config.telemetry, resource)
@@ -35,6 +35,6 @@ class ReferenceWorker(Worker):
             models.to_accelerator(self.model)
             attention.enable(self.model)
 
-    def log_probs(self, samples: Sequence[TrainSample]) -> list[np.ndarray]:
-        """Log-probs [T] of each sample's tokens."""
-        return sample_log_probs(self.model, samples, self.temperature, self.micro_batch_tokens)
+    def ref_log_probs(self, samples: Sequence[TrainSample]) -> dict[str, list[np.ndarray]]:
+        """Log-probs [T] of each sample's tokens, by the name of TrainSample's field."""
+        return {"ref_log_probs": sample_log_probs(self.model, samples, self.temperature, self.micro_batch_tokens)}

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from core_trainer import attention, checkpoint
 from core_trainer.batching import TrainSample, micro_batches, pack
 from core_trainer.forward import checkpoint_layers, log_probs
 from core_trainer.job import Job
 from core_trainer.optimizer import OptimizerStats
-from core_trainer.workers.base import Place, Worker, use_threads
+from core_trainer.workers.base import Place, Worker, meet, use_threads
 from rlinsight import names, telemetry
 from rlinsight.config import SftConfig
-
-RENDEZVOUS_TIMEOUT = timedelta(seconds=120)
 
 
 class SftWorker(Worker):
@@ -34,10 +30,7 @@ class SftWorker(Worker):
         """Load the model, or the checkpoint ``resume``, and meet the other ranks at ``port``."""
         place, section = self.place, self.config.model
         use_threads(place.world_size)
-        if port is not None:
-            backend = "nccl" if torch.cuda.is_available() else "gloo"
-            address = f"tcp://127.0.0.1:{port}"
-            dist.init_process_group(backend, address, RENDEZVOUS_TIMEOUT, place.world_size, place.rank)
+        meet(place, port)
         with telemetry.span(names.LOAD_MODEL, {names.PATH: str(resume or model_dir)}):
             self.model_dir = model_dir
             self.model, self.optimizer, _ = checkpoint.load_policy(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from types import UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, Tag, TypeAdapter, ValidationError
 
-from rlinsight.config.reward import RewardFunction
+from rlinsight.config.algorithm import PLUGIN
 from rlinsight.config.sft import SftConfig
 from rlinsight.config.tree import Config
 from rlinsight.errors import ConfigError
@@ -81,39 +83,83 @@ def _list_item(items: list[Any], index: str, override: str) -> Any:
 def _explain(problem: Any, tree: type[BaseModel]) -> str:
     """One pydantic error as 'path: what is wrong with which value; what fixes it'."""
     location = [part for part in problem["loc"] if not (isinstance(part, str) and part.startswith("function-"))]
-    # A discriminated union inserts its tag after the list index; the YAML has no such level.
-    if len(location) >= 4 and location[:2] == ["reward", "functions"]:
-        location = location[:3] + location[4:]
-    path = ".".join(str(part) for part in location)
+    path, model = _resolve(location, tree)
+    where = ".".join(str(part) for part in path)
     kind, value = problem["type"], problem.get("input")
     if kind == "extra_forbidden":
-        known = _keys_at(location[:-1], problem, tree)
+        known = sorted(model.model_fields) if model else []
         close = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
-        return f"{path}: unknown key; {hint}"
+        return f"{where}: unknown key; {hint}"
     if kind == "missing":
-        return f"{path}: missing; add it"
+        return f"{where}: missing; add it"
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        tags = ", ".join(f"{tag!r}" for tag in _variants_at(location, tree) if tag != PLUGIN)
+        return f"{where}: type must be one of {tags}"
     message = problem["msg"].removeprefix("Value error, ")
     if kind == "value_error":
-        return f"{path}: {message}" if path else message
-    return f"{path}={value!r}: {message[0].lower()}{message[1:]}"
+        return f"{where}: {message}" if where else message
+    return f"{where}={value!r}: {message[0].lower()}{message[1:]}"
 
 
-def _keys_at(location: list[Any], problem: Any, tree: type[BaseModel]) -> list[str]:
-    """Field names of the section at ``location``."""
-    model = tree
+def _resolve(location: Sequence[Any], tree: type[BaseModel]) -> tuple[list[Any], type[BaseModel] | None]:
+    """A problem's place as the YAML has it, and the section its last key belongs to.
+
+    A tagged union puts its tag into the place; the YAML has no such level.
+    """
+    path: list[Any] = []
+    annotation: Any = tree
+    owner = None
     for part in location:
-        if isinstance(part, int) or part not in model.model_fields:
+        variants = _variants(annotation)
+        if isinstance(part, str) and part in variants:
+            annotation = variants[part]
             continue
-        annotation = model.model_fields[part].annotation
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            model = annotation
-        else:  # the list of reward functions: take the variant named by the tag
-            tag = next((p for p in problem["loc"][3:4] if isinstance(p, str)), "")
-            for variant in get_args(get_args(RewardFunction)[0]):
-                if tag in get_args(variant.model_fields["type"].annotation):
-                    model = variant
-    return sorted(model.model_fields)
+        path.append(part)
+        annotation, owner = _child(annotation, part)
+    return path, owner
+
+
+def _variants_at(location: Sequence[Any], tree: type[BaseModel]) -> dict[str, Any]:
+    annotation: Any = tree
+    for part in location:
+        annotation, _ = _child(annotation, part)
+    return _variants(annotation)
+
+
+def _child(annotation: Any, part: Any) -> tuple[Any, type[BaseModel] | None]:
+    """What stands under a key or an index, and the section that has the key."""
+    annotation = _required(annotation)
+    if get_origin(annotation) is list:
+        return get_args(annotation)[0], None
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        field = annotation.model_fields.get(part)
+        return (field.annotation if field else None), annotation
+    return None, None
+
+
+def _required(annotation: Any) -> Any:
+    """Without Annotated's metadata and without None."""
+    while get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    members = [member for member in get_args(annotation) if member is not type(None)]
+    is_optional = get_origin(annotation) in (Union, UnionType) and len(members) == 1
+    return _required(members[0]) if is_optional else annotation
+
+
+def _variants(annotation: Any) -> dict[str, Any]:
+    """Tag to section, of a union of sections."""
+    annotation = _required(annotation)
+    found: dict[str, Any] = {}
+    for member in get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ():
+        tags = [item.tag for item in get_args(member)[1:] if isinstance(item, Tag)]
+        member = _required(member)
+        if get_origin(member) in (Union, UnionType):
+            found |= _variants(member)
+        elif isinstance(member, type) and issubclass(member, BaseModel):
+            for tag in tags or get_args(member.model_fields["type"].annotation):
+                found[tag] = member
+    return found
 
 
 def schema(kind: type[BaseModel] = Config) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import json
 
 from pydantic import Field, model_validator
 
-from rlinsight.config.algorithm import AlgorithmSection
+from rlinsight.config.algorithm import GROUP_ADVANTAGES, AlgorithmSection
 from rlinsight.config.base import Section
 from rlinsight.config.data import DataSection
 from rlinsight.config.model import ModelSection
@@ -27,33 +27,40 @@ class Config(Section):
     data: DataSection
     reward: RewardSection
     rollout: RolloutSection = Field(default_factory=RolloutSection)
-    algorithm: AlgorithmSection = Field(default_factory=AlgorithmSection)
+    algorithm: AlgorithmSection = Field(default_factory=lambda: AlgorithmSection.model_validate({}))
     trainer: TrainerSection = Field(default_factory=TrainerSection)
     validation: ValidationSection | None = Field(default=None, description="none when unset")
     telemetry: TelemetrySection = Field(default_factory=TelemetrySection)
 
     @model_validator(mode="after")
     def _combinations(self) -> Config:
-        if self.rollout.group_size < 2:
+        algorithm = self.algorithm
+        if self.rollout.group_size < 2 and algorithm.advantage.type in GROUP_ADVANTAGES:
             raise ValueError(
-                f"rollout.group_size={self.rollout.group_size} with {self.algorithm.name} gives zero advantages; "
-                "set rollout.group_size >= 2"
+                f"rollout.group_size={self.rollout.group_size} with algorithm.advantage {algorithm.advantage.type} "
+                "leaves a rollout nothing to be compared with; set rollout.group_size >= 2"
+            )
+        if self.rollout.group_size < 2 and algorithm.shaping.dynamic_sampling is not None:
+            raise ValueError(
+                "algorithm.shaping.dynamic_sampling drops every group of one rollout; set rollout.group_size >= 2 or "
+                "dynamic_sampling: null"
+            )
+        overlong = algorithm.shaping.overlong
+        if overlong is not None and (overlong.buffer or 0) > self.rollout.max_new_tokens:
+            raise ValueError(
+                f"algorithm.shaping.overlong.buffer={overlong.buffer} is over "
+                f"rollout.max_new_tokens={self.rollout.max_new_tokens}; lower it"
             )
         if self.model.lora is not None and self.model.lora.sync == "adapter" and self.rollout.engine != "native":
             raise ValueError(
                 f"model.lora.sync=adapter works with rollout.engine: native only, not {self.rollout.engine}; "
                 "set model.lora.sync: merged"
             )
-        groups, workers = self.trainer.prompts_per_step, self.trainer.num_workers
-        if groups % workers:
+        if self.trainer.prompts_per_step < algorithm.num_mini_batches:
             raise ValueError(
-                f"trainer.prompts_per_step={groups} does not divide by trainer.num_workers={workers}; "
-                f"set prompts_per_step to a multiple of {workers}"
-            )
-        if groups // workers < self.algorithm.num_mini_batches:
-            raise ValueError(
-                f"algorithm.num_mini_batches={self.algorithm.num_mini_batches} with {groups // workers} prompts "
-                "per worker leaves a mini-batch empty; lower num_mini_batches or raise trainer.prompts_per_step"
+                f"algorithm.num_mini_batches={algorithm.num_mini_batches} with "
+                f"trainer.prompts_per_step={self.trainer.prompts_per_step} leaves a mini-batch empty; lower "
+                "num_mini_batches or raise trainer.prompts_per_step"
             )
         if self.validation is not None:
             self.validation.check(self.rollout, self.reward)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from core_trainer.batch import attach, balanced_groups, mini_batches, split_groups, step_advantages, to_samples
+from core_trainer.batch import attach, balanced_groups, mini_batches, split_groups, to_samples
 from core_trainer.metrics import TokenStats, rollout_metrics, token_stats
 from core_trainer.types import Prompt, Rollout, Turn
 from rlinsight import names
@@ -31,9 +31,9 @@ def test_every_sample_is_trained_once_with_step_wide_weights(ranks: int, parts: 
     """Each epoch covers every sample once; weights of a mini-batch sum to 1 over its tokens on all ranks."""
     rollouts = make_rollouts()
     algorithm = AlgorithmSection(num_mini_batches=parts)
-    samples = to_samples(rollouts, step_advantages(rollouts, algorithm))
+    samples = to_samples(rollouts)
     seen = []
-    for batch in mini_batches(samples, ranks, algorithm, (1, 2, 0)):
+    for batch in mini_batches(samples, ranks, algorithm, (1, 2, 0), 8):
         assert len(batch) == ranks
         flat = [sample for rank in batch for sample in rank]
         seen += [sample.rollout_id for sample in flat]
@@ -45,10 +45,10 @@ def test_shuffling_differs_by_epoch_and_repeats_by_seed() -> None:
     """Mini-batches differ between epochs and are the same for the same seed."""
     rollouts = make_rollouts()
     algorithm = AlgorithmSection(num_mini_batches=3)
-    samples = to_samples(rollouts, step_advantages(rollouts, algorithm))
+    samples = to_samples(rollouts)
 
     def order(epoch: int) -> list[str]:
-        return [s.rollout_id for b in mini_batches(samples, 1, algorithm, (1, 2, epoch)) for s in b[0]]
+        return [s.rollout_id for b in mini_batches(samples, 1, algorithm, (1, 2, epoch), 8) for s in b[0]]
 
     assert order(0) == order(0)
     assert order(0) != order(1)
@@ -58,10 +58,10 @@ def test_the_number_of_ranks_changes_no_mini_batch() -> None:
     """Each optimizer step sees the same rollouts on one rank as on three."""
     rollouts = make_rollouts()
     algorithm = AlgorithmSection(num_mini_batches=2)
-    samples = to_samples(rollouts, step_advantages(rollouts, algorithm))
+    samples = to_samples(rollouts)
 
     def steps(ranks: int) -> list[set[str]]:
-        batches = mini_batches(samples, ranks, algorithm, (1, 2, 0))
+        batches = mini_batches(samples, ranks, algorithm, (1, 2, 0), 8)
         return [{s.rollout_id for rank in batch for s in rank} for batch in batches]
 
     assert steps(1) == steps(3)
@@ -69,7 +69,7 @@ def test_the_number_of_ranks_changes_no_mini_batch() -> None:
 
 def test_splits_keep_groups_whole() -> None:
     """No group is cut between ranks, whatever their number."""
-    samples = to_samples(make_rollouts(), torch.zeros(18))
+    samples = to_samples(make_rollouts())
     for parts in (1, 2, 4, 6):
         split = split_groups(samples, parts)
         assert [s.rollout_id for part in split for s in part] == [s.rollout_id for s in samples]
@@ -80,7 +80,7 @@ def test_splits_keep_groups_whole() -> None:
 @pytest.mark.parametrize("parts", [1, 2, 4, 8])
 def test_balanced_parts_hold_every_group_once_and_keep_order(parts: int) -> None:
     """Shares are the same each time, whole groups, in the samples' order; only spare ranks stay empty."""
-    samples = to_samples(make_rollouts(), torch.zeros(18))
+    samples = to_samples(make_rollouts())
     split = balanced_groups(samples, parts)
     assert split == balanced_groups(samples, parts)
     assert sum(len({s.group_id for s in part}) for part in split) == 6
@@ -98,23 +98,48 @@ def test_balanced_parts_have_about_equal_tokens() -> None:
     for rollout, length in zip(rollouts, (50, 50, 20, 15, 16, 14, 15, 15), strict=True):
         rollout.turns[0].token_ids = [1] * length
         rollout.turns[0].rollout_log_probs = [-1.0] * length
-    samples = to_samples(rollouts, torch.zeros(8))
+    samples = to_samples(rollouts)
     split = balanced_groups(samples, 2)
     assert [{s.group_id for s in part} for part in split] == [{"g0"}, {"g1", "g2", "g3"}]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5, 9])
 def test_rank_results_come_back_to_their_samples(ranks: int) -> None:
-    """Arrays computed by ranks land on their own samples; a missing rank is an error."""
-    samples = to_samples(make_rollouts(), torch.zeros(18))
-    for i, sample in enumerate(samples):
-        sample.token_ids = sample.token_ids + i
-    results = [[s.token_ids * 3 for s in part] for part in balanced_groups(samples, ranks)]
-    attach(samples, "ref_log_probs", results)
-    assert all(s.ref_log_probs is not None and (s.ref_log_probs == s.token_ids * 3).all() for s in samples)
-    if 1 < ranks < 6:
-        with pytest.raises(ValueError, match="zip"):
-            attach(samples, "ref_log_probs", results[1:])
+    """Arrays computed by ranks land on their own samples, each in its field; a missing rank is an error."""
+    samples = to_samples(make_rollouts())
+    number = {sample.rollout_id: float(i) for i, sample in enumerate(samples)}
+    parts = balanced_groups(samples, ranks)
+    results = [
+        {
+            "ref_log_probs": [np.full(s.num_tokens, number[s.rollout_id]) for s in part],
+            "values": [np.full(s.num_tokens, -number[s.rollout_id]) for s in part],
+        }
+        for part in parts
+    ]
+    attach(parts, results)
+    for sample in samples:
+        assert sample.ref_log_probs is not None
+        assert sample.values is not None
+        assert set(sample.ref_log_probs) == {number[sample.rollout_id]}
+        assert set(sample.values) == {-number[sample.rollout_id]}
+    with pytest.raises(ValueError, match="zip"):
+        attach(parts, results[1:])
+
+
+def test_fewer_groups_than_mini_batches_make_fewer_of_them() -> None:
+    """When groups were dropped, no optimizer step is made of nothing."""
+    algorithm = AlgorithmSection(num_mini_batches=4)  # type: ignore[call-arg]
+    samples = to_samples(make_rollouts(groups=3))
+    batches = list(mini_batches(samples, 1, algorithm, (1, 2, 0), 8))
+    assert [len(batch[0]) for batch in batches] == [3, 3, 3]
+
+
+def test_dr_grpo_divides_by_the_cap_on_length() -> None:
+    """Its constant is the longest response there could be, not the longest there is."""
+    algorithm = AlgorithmSection(name="dr_grpo")  # type: ignore[call-arg]
+    samples = to_samples(make_rollouts(groups=2, size=2))
+    list(mini_batches(samples, 1, algorithm, (1, 2, 0), 100))
+    assert [sample.token_weight for sample in samples] == pytest.approx([1 / (4 * 100)] * 4)
 
 
 def test_token_stats_by_hand_and_merged() -> None:
@@ -136,9 +161,10 @@ def test_token_stats_by_hand_and_merged() -> None:
     assert whole.ratio_max == pytest.approx(np.exp(0.5))
     assert whole.entropy == 6
     merged = stats(slice(0, 1)).merge(stats(slice(1, 3))).merge(stats(slice(3, 4)))
-    assert merged.metrics(0.1, 1) == pytest.approx(whole.metrics(0.1, 1))
+    algorithm = AlgorithmSection(kl={"coef": 0.1})  # type: ignore[call-arg, arg-type]
+    assert merged.metrics(algorithm, 1) == pytest.approx(whole.metrics(algorithm, 1))
     assert stats(slice(2, 3)) == TokenStats()
-    assert TokenStats().metrics(0.0, 1)[names.M_ENTROPY] is None
+    assert TokenStats().metrics(algorithm, 1)[names.M_ENTROPY] is None
 
 
 def test_rollout_metrics_by_hand() -> None:
@@ -147,8 +173,7 @@ def test_rollout_metrics_by_hand() -> None:
     for rollout, reward in zip(rollouts, (1.0, 1.0, 0.0, 1.0), strict=True):
         rollout.reward = reward
     rollouts[0].turns[0].finish_reason = "length"
-    metrics = rollout_metrics(rollouts, torch.tensor([0.0, 0.0, -0.5, 0.5]))
+    metrics = rollout_metrics(rollouts)
     assert metrics[names.M_REWARD_MEAN] == 0.75
     assert metrics[names.M_ZERO_VARIANCE] == 0.5
     assert metrics[names.M_TRUNCATED] == 0.25
-    assert metrics[names.M_ADVANTAGE_ABS] == 0.25

@@ -97,9 +97,9 @@ def test_values_are_those_of_plain_sequences(tmp_path: Path, tiny_model: Path) -
     worker = make_worker(tiny_model, tmp_path, trainer={"micro_batch_tokens": 20})
     model = value_model.load(tiny_model, worker.seed)
     samples = valued_samples()
-    for mine, sample in zip(worker.values(samples), samples, strict=True):
+    for mine, sample in zip(worker.values(samples)["values"], samples, strict=True):
         np.testing.assert_allclose(mine, naive_values(model, sample).detach().numpy(), atol=1e-5)
-    assert worker.values([]) == []
+    assert worker.values([]) == {"values": []}
     assert worker.forward_backward([]) == ValueStats()
 
 
@@ -107,8 +107,8 @@ def test_bfloat16_keeps_the_head_in_float32(tmp_path: Path, tiny_model: Path) ->
     """Decoder weights are rounded, the head and the masters are not, before an update and after."""
     worker = make_worker(tiny_model, tmp_path, compute_dtype="bfloat16", learning_rate=1e-4)
     samples = valued_samples()
-    exact = make_worker(tiny_model, tmp_path).values(samples)
-    for mine, theirs in zip(worker.values(samples), exact, strict=True):
+    exact = make_worker(tiny_model, tmp_path).values(samples)["values"]
+    for mine, theirs in zip(worker.values(samples)["values"], exact, strict=True):
         assert mine.dtype == np.float32
         np.testing.assert_allclose(mine, theirs, atol=0.02)
     worker.forward_backward(samples)
@@ -157,7 +157,7 @@ def test_it_learns_fixed_returns(tmp_path: Path, tiny_model: Path) -> None:
         sample.returns = (state % 7 + rng.normal(0, 0.1, len(state))).astype(np.float32)
 
     def stats() -> ValueStats:
-        for sample, values in zip(samples, worker.values(samples), strict=True):
+        for sample, values in zip(samples, worker.values(samples)["values"], strict=True):
             sample.values = values
         return worker.forward_backward(samples)
 

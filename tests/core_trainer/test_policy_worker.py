@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from core_trainer import models
+from core_trainer.algorithms import policy_losses, registry
 from core_trainer.batching import TrainSample
 from core_trainer.job import Job
-from core_trainer.metrics import TokenStats
 from core_trainer.workers.base import Place
 from core_trainer.workers.policy import PolicyWorker
 from rlinsight import config, telemetry
@@ -41,17 +41,33 @@ def samples_off_policy() -> list[TrainSample]:
         sample.old_log_probs = (-6.2 + rng.normal(0, 0.5, sample.num_tokens)).astype(np.float32)
         sample.ref_log_probs = (-6.2 + rng.normal(0, 0.5, sample.num_tokens)).astype(np.float32)
         sample.token_weight = float(rng.uniform(0.01, 0.1))
+        sample.weights = rng.uniform(0.5, 1.5, sample.num_tokens).astype(np.float32)
         sample.loss_mask = rng.random(sample.num_tokens) < 0.8
     return samples
 
 
+def naive_entropy(model: torch.nn.Module, sample: TrainSample, temperature: float) -> torch.Tensor:
+    """Entropy of each token's distribution, from one unpadded sequence."""
+    tokens = torch.from_numpy(np.concatenate([sample.prompt_token_ids, sample.token_ids]))[None]
+    logits = model(tokens).logits[0, len(sample.prompt_token_ids) - 1 : -1] / temperature
+    log_probs = torch.log_softmax(logits, dim=-1)
+    return -(log_probs.exp() * log_probs).sum(-1)
+
+
 @pytest.mark.parametrize("token_budget", [20, 10_000])
-@pytest.mark.parametrize(("kl_coef", "estimator"), [(0.0, "k3"), (0.5, "k3"), (0.5, "k2")])
+@pytest.mark.parametrize(
+    ("kl_coef", "estimator", "entropy_coef"), [(0.0, "k3", 0.0), (0.5, "k3", 0.0), (0.5, "k2", 0.1)]
+)
 def test_gradient_and_statistics_equal_a_naive_loop(
-    tmp_path: Path, tiny_model: Path, token_budget: int, kl_coef: float, estimator: str
+    tmp_path: Path, tiny_model: Path, token_budget: int, kl_coef: float, estimator: str, entropy_coef: float
 ) -> None:
-    """Temperature, clip, masks, weights and the KL term all act, whatever the micro-batches."""
-    algorithm = {"num_epochs": 2, "clip_low": 0.1, "clip_high": 0.3, "kl_coef": kl_coef, "kl_estimator": estimator}
+    """Temperature, clip, masks, both kinds of weights, KL and entropy all act, whatever the micro-batches."""
+    algorithm = {
+        "num_epochs": 2,
+        "policy_loss": {"clip_low": 0.1, "clip_high": 0.3},
+        "kl": {"coef": kl_coef, "estimator": estimator} if kl_coef else None,
+        "entropy_coef": entropy_coef,
+    }
     worker = make_worker(
         tiny_model,
         tmp_path,
@@ -61,31 +77,64 @@ def test_gradient_and_statistics_equal_a_naive_loop(
     )
     try:
         samples = samples_off_policy()
-        stats: TokenStats = worker.forward_backward(samples, worker.config.algorithm, record=True)
+        stats, _ = worker.forward_backward(samples, kl_coef, record=True)
     finally:
         telemetry.shutdown(0)
 
     model = models.load_model(tiny_model, torch.float32)
-    policy_loss = kl_loss = torch.zeros(())
+    policy_loss = kl_loss = entropy_loss = torch.zeros(())
     num_clipped = 0
     for sample in samples:
-        new = naive_log_probs(model, sample, 0.7)
+        new, entropy = naive_log_probs(model, sample, 0.7), naive_entropy(model, sample, 0.7)
         for t in range(sample.num_tokens):
             if not sample.loss_mask[t]:
                 continue
             ratio = torch.exp(new[t] - float(sample.old_log_probs[t]))  # type: ignore[index]
-            advantage = float(sample.advantages[t])
+            advantage = float(sample.advantages[t])  # type: ignore[index]
             cut = ratio.item() > 1.3 if advantage > 0 else ratio.item() < 0.9
             loss = torch.tensor(-advantage * (1.3 if advantage > 0 else 0.9)) if cut else -advantage * ratio
             num_clipped += cut
             d = new[t] - float(sample.ref_log_probs[t])  # type: ignore[index]
             kl = d**2 / 2 if estimator == "k2" else torch.exp(-d) + d - 1
-            policy_loss = policy_loss + sample.token_weight * loss
+            policy_loss = policy_loss + sample.token_weight * float(sample.weights[t]) * loss  # type: ignore[index]
             kl_loss = kl_loss + sample.token_weight * kl
-    (policy_loss + kl_coef * kl_loss).backward()
+            entropy_loss = entropy_loss + sample.token_weight * entropy[t]
+    total = policy_loss + kl_coef * kl_loss - entropy_coef * entropy_loss
+    total.backward()
     expected = torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
     torch.testing.assert_close(worker.optimizer.gradient, expected, atol=2e-5, rtol=1e-3)
     assert stats.policy_loss == pytest.approx(policy_loss.item(), abs=1e-4)
+    assert stats.entropy_loss == pytest.approx(entropy_loss.item(), abs=1e-4)
+    assert stats.loss == pytest.approx(total.item(), abs=1e-4)
     assert stats.kl_loss == pytest.approx(kl_loss.item() if kl_coef else 0.0, abs=1e-4)
     assert stats.num_clipped == num_clipped > 0
     assert stats.num_tokens == sum(int(s.loss_mask.sum()) for s in samples)
+
+
+@pytest.mark.parametrize("name", registry.names("policy_loss"))
+def test_every_policy_loss_gives_the_gradient_of_its_own_formula(tmp_path: Path, tiny_model: Path, name: str) -> None:
+    """The worker's packed, weighted gradient is autograd's of the registered function over plain log-probs."""
+    algorithm: dict[str, Any] = {"num_epochs": 2, "policy_loss": {"type": name}}
+    if name == "gspo":
+        algorithm["aggregation"] = "seq-mean-token-mean"
+    worker = make_worker(tiny_model, tmp_path, algorithm=algorithm)
+    try:
+        samples = samples_off_policy()
+        worker.forward_backward(samples, 0.0, record=False)
+    finally:
+        telemetry.shutdown(0)
+
+    model = models.load_model(tiny_model, torch.float32)
+    columns = {
+        "log_probs": torch.cat([naive_log_probs(model, sample, 1.0) for sample in samples]),
+        "old_log_probs": torch.cat([torch.from_numpy(sample.old_log_probs) for sample in samples]),
+        "advantages": torch.cat([torch.from_numpy(sample.advantages) for sample in samples]),
+        "mask": torch.cat([torch.from_numpy(sample.loss_mask) for sample in samples]),
+        "sequences": torch.cat([torch.full((sample.num_tokens,), i) for i, sample in enumerate(samples)]),
+    }
+    weights = torch.cat([torch.from_numpy(sample.weights) * sample.token_weight for sample in samples])
+    token = policy_losses.compute(name, columns, {})
+    (token.loss * weights * columns["mask"]).sum().backward()
+    expected = torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
+    assert float(expected.abs().max()) > 1e-4
+    torch.testing.assert_close(worker.optimizer.gradient, expected, atol=2e-5, rtol=1e-3)

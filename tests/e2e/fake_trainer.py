@@ -76,7 +76,8 @@ def main() -> None:
 
     _, config, mode, *rest = sys.argv
     try:
-        code = launch.train(load(Path(config)), Console(), resume="--resume" in rest, controller=trainer(mode))
+        run = launch.train(load(Path(config)), Console(), resume="--resume" in rest, controller=trainer(mode))
+        code = run.exit_code
     except RlinsightError as error:
         print(f"error: {error}", file=sys.stderr)
         code = error.exit_code

@@ -35,3 +35,6 @@ ALTER TABLE weight_syncs ADD COLUMN IF NOT EXISTS error_type VARCHAR;
 ALTER TABLE evals ADD COLUMN IF NOT EXISTS std_error DOUBLE;
 ALTER TABLE producer_health ADD COLUMN IF NOT EXISTS labels_dropped BIGINT;
 ALTER TABLE producer_health ADD COLUMN IF NOT EXISTS metrics_overflowing BIGINT;
+ALTER TABLE rollout_training ADD COLUMN IF NOT EXISTS weights FLOAT[];
+ALTER TABLE rollout_training ADD COLUMN IF NOT EXISTS critic_values FLOAT[];
+ALTER TABLE rollout_training ADD COLUMN IF NOT EXISTS returns FLOAT[];

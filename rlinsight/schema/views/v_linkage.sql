@@ -2,7 +2,7 @@
 -- While a run is live, what is still travelling counts as not linked; a finished run should show 1 on every line.
 -- rollout->reward, rollout->training and step->metrics are about steps that finished: one that was abandoned or failed owes
 -- none of them. Rollouts of a validation (split eval) owe no step (the first comes before any),
--- group, reward or training either; those that reward.on_error dropped owe no training.
+-- group, reward or training either; those that reward.on_error dropped, and groups that were dropped, owe no training.
 -- turn->serving_request is about runs whose engines report their requests; span_start->span about spans that should have ended:
 -- those of attempts that reported their end.
 CREATE OR REPLACE VIEW v_linkage AS
@@ -15,7 +15,7 @@ known_steps AS (
 ), finished AS (
   SELECT DISTINCT run_id, attempt, step FROM steps WHERE status_code IS DISTINCT FROM 2
 ), due AS (
-  SELECT run_id, hash(run_id, attempt, rollout_id) AS k FROM rollout_samples
+  SELECT run_id, hash(run_id, attempt, rollout_id) AS k, hash(run_id, attempt, group_id) AS group_k FROM rollout_samples
   WHERE split IS DISTINCT FROM 'eval' AND hash(run_id, attempt, step) IN (SELECT hash(run_id, attempt, step) FROM finished)
 ), served AS (
   SELECT hash(run_id, attempt, request_id) AS k FROM serving_requests WHERE request_id IS NOT NULL
@@ -42,7 +42,8 @@ known_steps AS (
   UNION ALL
   SELECT run_id, 'rollout->training', count(*),
     count(*) FILTER (k IN (SELECT hash(run_id, attempt, rollout_id) FROM rollout_training)) FROM due
-  WHERE k NOT IN (SELECT hash(run_id, attempt, rollout_id) FROM rollout_scores WHERE status = 'dropped') GROUP BY run_id
+  WHERE k NOT IN (SELECT hash(run_id, attempt, rollout_id) FROM rollout_scores WHERE status = 'dropped')
+    AND group_k NOT IN (SELECT hash(run_id, attempt, group_id) FROM dropped_groups) GROUP BY run_id
   UNION ALL
   SELECT run_id, 'turn->rollout', count(*), count(*) FILTER (hash(run_id, attempt, rollout_id) IN (SELECT k FROM sampled))
   FROM turns GROUP BY run_id

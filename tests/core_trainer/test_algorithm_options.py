@@ -1,0 +1,42 @@
+"""The config's sections and the registered functions are two halves of one thing."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+
+import core_trainer.algorithms as algorithms
+from core_trainer.algorithms import registry
+from rlinsight.config.algorithm import ADVANTAGES, GROUP_ADVANTAGES, POLICY_LOSSES, RATIO_FREE, Aggregation
+from rlinsight.config.base import Section
+
+BUILT_IN = algorithms.__name__
+
+
+def _type(section: type[Section]) -> str:
+    return get_args(section.model_fields["type"].annotation)[0]
+
+
+@pytest.mark.parametrize(("kind", "sections"), [("advantage", ADVANTAGES), ("policy_loss", POLICY_LOSSES)])
+def test_every_function_has_a_section_with_its_options_and_defaults(
+    kind: str, sections: tuple[type[Section], ...]
+) -> None:
+    """What a config may set of a function is what the function takes, and means the same when it is left out."""
+    assert {_type(section) for section in sections} == set(registry.names(kind))
+    for section in sections:
+        defaults = {name: field.default for name, field in section.model_fields.items() if name != "type"}
+        assert defaults == dict(registry.find(kind, _type(section)).options), section
+
+
+def test_aggregations_of_the_config_are_those_there_are() -> None:
+    """Neither has a name the other lacks."""
+    assert set(get_args(Aggregation)) == set(registry.names("aggregation"))
+
+
+def test_what_the_config_knows_of_functions_follows_from_their_inputs() -> None:
+    """Which advantages compare rollouts of a prompt, and which losses never look at old log-probs."""
+    advantages = {name: registry.find("advantage", name).inputs for name in registry.names("advantage")}
+    assert {name for name, inputs in advantages.items() if "groups" in inputs} == GROUP_ADVANTAGES
+    losses = {name: registry.find("policy_loss", name).inputs for name in registry.names("policy_loss")}
+    assert set(losses) >= RATIO_FREE
