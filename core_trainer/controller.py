@@ -39,7 +39,7 @@ from core_trainer.workers.policy import CRITIC
 from core_trainer.workers.worker_group import WorkerGroup
 from rlinsight import names, telemetry
 from rlinsight.config import Config
-from rlinsight.config.algorithm import GROUP_ADVANTAGES, AdaptiveController, KlSection
+from rlinsight.config.algorithm import GROUP_ADVANTAGES, OVERLONG, AdaptiveController, KlSection
 from rlinsight.errors import RlinsightError, TrainingError
 from rlinsight.telemetry import Span
 
@@ -182,7 +182,7 @@ class Controller:
             greedy = [rollout for rollout in rollouts if rollout.group_id.endswith(GREEDY)]
             step.greedy_rewards |= {r.group_id.removesuffix(GREEDY): r.reward for r in greedy if r.reward is not None}
             rollouts = rollouts[: len(rollouts) - len(greedy)]
-            kept, reasons = self._select(rollouts)
+            kept, reasons = self._select(step, rollouts)
             for group_id, reason in reasons.items():
                 self._record_dropped([r for r in rollouts if r.group_id == group_id], reason)
             step.sampled += rollouts
@@ -346,13 +346,15 @@ class Controller:
         parts = group.split_groups(step.samples)
         attach(parts, group.scatter(method, parts, step=step.index))
 
-    def _select(self, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], dict[str, str]]:
+    def _select(self, step: Step, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], dict[str, str]]:
         """Rollouts to learn from, and the reasons of the groups that are not, by group."""
         scored = [rollout for rollout in rollouts if rollout.reward is not None]
         names_ = {group: i for i, group in enumerate(dict.fromkeys(rollout.group_id for rollout in rollouts))}
         groups = torch.tensor([names_[rollout.group_id] for rollout in scored], dtype=torch.int64)
-        rewards = torch.tensor([rollout.reward for rollout in scored], dtype=torch.float64)
+        rewards = torch.tensor([self._unshaped_reward(step, rollout) for rollout in scored], dtype=torch.float64)
         options, checks = self.config.algorithm.shaping, {}
+        if "greedy_rewards" in self.advantage.inputs:
+            checks["no_baseline"] = torch.tensor([r.group_id in step.greedy_rewards for r in scored], dtype=torch.bool)
         if self.config.algorithm.advantage.type in GROUP_ADVANTAGES:
             checks["too_small"] = shaping.too_small(groups)
         if options.group_filter is not None and options.group_filter.min_reward is not None:
@@ -369,6 +371,11 @@ class Controller:
             reasons = {r.group_id: why for r, why in zip(scored, selection.reasons, strict=True) if why is not None}
         left = {rollout.group_id for rollout in kept}
         return kept, {group: reasons.get(group, "no_reward") for group in names_ if group not in left}
+
+    def _unshaped_reward(self, step: Step, rollout: Rollout) -> float:
+        """The reward without the penalty on length: a group that differs in length alone has nothing to teach."""
+        penalty = [c.value or 0.0 for c in step.results[rollout.rollout_id].components if c.name == OVERLONG]
+        return (rollout.reward or 0.0) - sum(penalty)
 
     def _step_rewards(self, step: Step) -> StepRewards:
         rewards = torch.tensor([rollout.reward for rollout in step.rollouts], dtype=torch.float64)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
+
+from core_trainer.algorithms.shaping import overlong
 from core_trainer.job import Job
-from core_trainer.rewards import ComponentFailed, RewardInput, RewardResult, RewardScorer
+from core_trainer.rewards import Component, ComponentFailed, RewardInput, RewardResult, RewardScorer
 from core_trainer.types import Prompt, Rollout
 from core_trainer.workers.base import Place, Worker, use_threads
 from rlinsight import names, telemetry
 from rlinsight.config import Config
+from rlinsight.config.algorithm import OVERLONG, OverlongSection
 from rlinsight.errors import RewardError
 
 
@@ -49,6 +54,9 @@ class RewardWorker(Worker):
         except ComponentFailed as failure:
             self._record(rollouts, failure.results)
             raise RewardError(str(failure)) from None
+        section = self.config.algorithm.shaping.overlong
+        if section is not None and dataset == 0:
+            results = _with_overlong(rollouts, results, section, self.config.rollout.max_new_tokens)
         self._record(rollouts, results)
         return results
 
@@ -63,6 +71,21 @@ class RewardWorker(Worker):
         drops = self.config.reward.on_error == "drop"
         for result in results:
             _record(by_id[result.rollout_id], result, "dropped" if drops else "error")
+
+
+def _with_overlong(
+    rollouts: Sequence[Rollout], results: Sequence[RewardResult], section: OverlongSection, max_length: int
+) -> list[RewardResult]:
+    """Add DAPO's penalty on length as one more component; a rollout without reward gets none."""
+    buffer = section.buffer or max(1, max_length // 5)
+    lengths = torch.tensor([rollout.num_response_tokens for rollout in rollouts])
+    penalties = overlong(lengths, max_length=max_length, buffer=buffer, factor=section.factor).tolist()
+    added = []
+    for result, penalty in zip(results, penalties, strict=True):
+        component = Component(OVERLONG, 1.0, penalty, None, None, 0.0, None)
+        reward = None if result.reward is None else result.reward + penalty
+        added.append(replace(result, reward=reward, components=(*result.components, component)))
+    return added
 
 
 def _record(rollout: Rollout, result: RewardResult, failed: str) -> None:

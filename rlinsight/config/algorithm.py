@@ -366,6 +366,9 @@ class GroupFilterSection(Section):
         return self
 
 
+OVERLONG = "overlong"  # reward component of the penalty
+
+
 class OverlongSection(Section):
     """A growing penalty on the last tokens before the cap on length (DAPO, arXiv 2503.14476)."""
 

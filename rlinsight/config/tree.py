@@ -7,11 +7,11 @@ import json
 
 from pydantic import Field, model_validator
 
-from rlinsight.config.algorithm import GROUP_ADVANTAGES, AlgorithmSection
+from rlinsight.config.algorithm import GROUP_ADVANTAGES, OVERLONG, AlgorithmSection
 from rlinsight.config.base import Section
 from rlinsight.config.data import DataSection
 from rlinsight.config.model import ModelSection
-from rlinsight.config.reward import RewardSection, TaskReward
+from rlinsight.config.reward import RewardSection, TaskReward, component_name
 from rlinsight.config.rollout import RolloutSection
 from rlinsight.config.run import RunSection
 from rlinsight.config.telemetry import TelemetrySection
@@ -55,6 +55,11 @@ class Config(Section):
             raise ValueError(
                 f"model.lora.sync=adapter works with rollout.engine: native only, not {self.rollout.engine}; "
                 "set model.lora.sync: merged"
+            )
+        if overlong is not None and OVERLONG in [component_name(function) for function in self.reward.functions]:
+            raise ValueError(
+                f"a reward function is called {OVERLONG!r}, as the penalty of algorithm.shaping.overlong is; give it "
+                "another name:"
             )
         if self.trainer.prompts_per_step < algorithm.num_mini_batches:
             raise ValueError(
