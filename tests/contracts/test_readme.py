@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
@@ -47,14 +48,16 @@ def test_documented_queries_run(query: str, empty_store: duckdb.DuckDBPyConnecti
 
 def test_ctrl_c_is_described_as_it_works() -> None:
     """README and help say what is finished and what is dropped: a step whose update has not begun does not end."""
-    for text in (README, HELP):
+    for text in (README, inspect.getdoc(cli.train) or ""):
         (said,) = (paragraph for paragraph in text.split("\n\n") if "Ctrl-C" in paragraph)
         assert "update that has begun" in said
         assert "drop" in said
+    (said,) = (paragraph for paragraph in (inspect.getdoc(cli.sft) or "").split("\n\n") if "Ctrl-C" in paragraph)
+    assert "leaves one that resumes" in said  # a step there is one update
 
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-COMMAND = re.compile(r"(?:^    |`)rlinsight ([a-z]+)((?: [a-z]+\b(?![./]))?)", re.MULTILINE)
+COMMAND = re.compile(r"(?:^    |`)rlinsight ([a-z]+(?:-[a-z]+)*)((?: [a-z]+\b(?![./]))?)", re.MULTILINE)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
