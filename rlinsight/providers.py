@@ -12,7 +12,6 @@ import secrets
 from dataclasses import dataclass
 
 from opentelemetry import _logs, metrics, trace
-from opentelemetry._logs import Logger
 from opentelemetry.sdk._logs import LoggerProvider, LogRecordLimits, LogRecordProcessor
 from opentelemetry.sdk.metrics import MeterProvider, TraceBasedExemplarFilter
 from opentelemetry.sdk.resources import Resource
@@ -28,10 +27,9 @@ _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Where our own spans and records come from, and everybody's measurements."""
+    """Where our own spans come from, and everybody's measurements."""
 
     tracer: Tracer
-    logger: Logger
     meters: tuple[MeterProvider, ...]  # ours, and the program's own if it has made one global
 
 
@@ -86,7 +84,6 @@ def install(spans: SpanProcessor, records: LogRecordProcessor, resource: Resourc
         metrics.set_meter_provider(meters)
     return Sources(
         tracers.get_tracer(SCOPE.name, SCOPE.version, SCOPE.schema_url),
-        loggers.get_logger(SCOPE.name, SCOPE.version, SCOPE.schema_url),
         (meters, other_meters) if isinstance(other_meters, MeterProvider) else (meters,),
     )
 

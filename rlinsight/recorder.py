@@ -6,20 +6,20 @@ queueing (exporter.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
-from opentelemetry._logs import LogRecord
 from opentelemetry.attributes import BoundedAttributes
 from opentelemetry.context import Context
 from opentelemetry.sdk._logs import ReadableLogRecord, ReadWriteLogRecord
 from opentelemetry.sdk.trace import ReadableSpan, Span
-from opentelemetry.trace import Link, SpanContext
+from opentelemetry.trace import Link, SpanContext, get_current_span
 
 from rlinsight import names
 from rlinsight.exporter import Exporter
 from rlinsight.meters import Meters
-from rlinsight.otlp import SCOPE, Attributes, Encoder
+from rlinsight.otlp import SCOPE, Attributes, Encoder, Event
 from rlinsight.providers import Sources
 
 
@@ -31,14 +31,15 @@ class Recorder:
         self.exporter = exporter
         self.meters = meters
         self.tracer = sources.tracer
-        self._logger = sources.logger
         self._lane = lane
-        self._open: set[int] = set()  # span ids begun in this recording
+        # Spans begun in this recording, by id. Weak: a library that never ends its spans would fill it.
+        self._open: WeakValueDictionary[int, Span] = WeakValueDictionary()
 
     def begin(self, span: Span, step: int | None) -> None:
         """Give a span of any library that has just started its lane and step."""
-        self._open.add(span.get_span_context().span_id)
-        marks = self._marks(span.attributes or {}, step)
+        self._open[span.get_span_context().span_id] = span
+        known = span.attributes or {}
+        marks = {key: value for key, value in self.mark({}, step).items() if key not in known}
         if marks:
             span.set_attributes(marks)
 
@@ -46,7 +47,7 @@ class Recorder:
         """Queue a finished span; one that began before this recording belongs to another process or to nobody."""
         context = span.get_span_context()
         if context is not None and context.span_id in self._open:
-            self._open.discard(context.span_id)
+            self._open.pop(context.span_id, None)
             self.exporter.put("traces", span)
 
     def span(
@@ -61,11 +62,9 @@ class Recorder:
         step: int | None,
     ) -> None:
         """Queue a span known after the fact. The SDK's tracer takes no ids that were reserved earlier."""
-        complete = self.encoder.plain(attributes)
-        complete |= self._marks(complete, step)
         span = ReadableSpan(
             name, context, parent, self.encoder.resource,
-            attributes=BoundedAttributes(attributes=complete),
+            attributes=self.mark(self.encoder.plain(attributes), step),
             links=links,
             start_time=start_ns,
             end_time=end_ns,
@@ -73,16 +72,12 @@ class Recorder:
         )  # fmt: skip
         self.exporter.put("traces", span)
 
-    def event(self, name: str, context: Context | None, time_ns: int, attributes: Attributes) -> None:
-        """Emit an event of ours inside the span of ``context``, the current one if None."""
-        record = LogRecord(
-            event_name=name,
-            timestamp=time_ns,
-            observed_timestamp=time_ns,
-            context=context,
-            attributes=self.encoder.plain(attributes),
-        )
-        self._logger.emit(record)
+    def event(self, name: str, context: Context | None, time_ns: int, attributes: Attributes, step: int | None) -> None:
+        """Queue an event of ours inside the span of ``context``, the current one if None."""
+        values = self.encoder.plain(attributes)
+        if step is not None:
+            values.setdefault(names.STEP_INDEX, step)
+        self.exporter.put("logs", Event(name, time_ns, get_current_span(context).get_span_context(), values))
 
     def log(self, record: ReadWriteLogRecord, step: int | None) -> None:
         """Queue a log record of any library."""
@@ -91,16 +86,18 @@ class Recorder:
             own.attributes.setdefault(names.STEP_INDEX, step)
         self.exporter.put("logs", ReadableLogRecord(own, self.encoder.resource, record.instrumentation_scope))
 
-    def announce(self, span: Span) -> None:
+    def announce(self, span: Span, step: int | None) -> None:
         """Say that a span has begun, with what is known of it so far."""
         start: dict[Any, Any] = {
             names.START_NAME: span.name,
             names.START_NS: span.start_time,
             names.START_PARENT: None if span.parent is None else f"{span.parent.span_id:016x}",
         }
-        self.event(names.SPAN_START, None, span.start_time or 0, start | dict[Any, Any](span.attributes or {}))
+        self.event(names.SPAN_START, None, span.start_time or 0, start | dict[Any, Any](span.attributes or {}), step)
 
-    def _marks(self, attributes: Mapping[str, Any], step: int | None) -> dict[str, Any]:
-        """Lane and step, where an item does not state its own."""
-        marks = {names.LANE: self._lane, names.STEP_INDEX: step}
-        return {key: value for key, value in marks.items() if value is not None and key not in attributes}
+    def mark(self, attributes: dict[str, Any], step: int | None) -> dict[str, Any]:
+        """Add lane and step to a span's attributes, unless it states its own."""
+        attributes.setdefault(names.LANE, self._lane)
+        if step is not None:
+            attributes.setdefault(names.STEP_INDEX, step)
+        return attributes

@@ -18,6 +18,7 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, cast
@@ -30,7 +31,6 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
 from opentelemetry.trace import (
     Link,
-    NonRecordingSpan,
     SpanContext,
     Status,
     StatusCode,
@@ -216,7 +216,8 @@ def event(name: str, attributes: Attributes, *, carrier: Carrier | None = None, 
         return
     began = time.perf_counter_ns()
     try:
-        recorder.event(name, _context(carrier), time.time_ns() if time_ns is None else time_ns, attributes)
+        time_ns = time.time_ns() if time_ns is None else time_ns
+        recorder.event(name, _context(carrier), time_ns, attributes, _step)
     except Exception:
         recorder.exporter.fault(name)
     recorder.exporter.spent(time.perf_counter_ns() - began)
@@ -279,14 +280,14 @@ class Span:
             span = recorder.tracer.start_span(
                 self._name,
                 NO_SPAN if self._root else _context(self._carrier),
-                attributes=recorder.encoder.plain(self._attributes),
+                attributes=recorder.mark(recorder.encoder.plain(self._attributes), _step),
                 links=_links(self._links),
                 start_time=self._start_ns,
             )
             self._span = span = cast(sdk.Span, span)  # the sampler takes every one
             self._token = otel_context.attach(set_span_in_context(span))
             if self._announce:
-                recorder.announce(span)
+                recorder.announce(span, _step)
         except Exception:
             recorder.exporter.fault(self._name)
         recorder.exporter.spent(time.perf_counter_ns() - self._began)
@@ -387,7 +388,13 @@ class _StepContext:
 
 def _context(carrier: Carrier | None) -> Context | None:
     """Where the span of ``carrier`` is current, or none if it is not W3C; None, the present context, without one."""
-    return _w3c.extract(carrier, NO_SPAN) if carrier else None
+    return _remote(carrier.get("traceparent"), carrier.get("tracestate")) if carrier else None
+
+
+@lru_cache(256)  # the items of a rollout come together, and name the same span
+def _remote(traceparent: str | None, tracestate: str | None) -> Context:
+    headers = {"traceparent": traceparent, "tracestate": tracestate}
+    return _w3c.extract({key: value for key, value in headers.items() if value is not None}, NO_SPAN)
 
 
 def _span_context(context: Context | None) -> SpanContext | None:
@@ -402,10 +409,10 @@ def _links(carriers: Sequence[Carrier]) -> list[Link]:
 
 
 def _carrier_of(context: SpanContext | None) -> dict[str, str]:
-    carrier: dict[str, str] = {}
-    if context is not None:
-        _w3c.inject(carrier, set_span_in_context(NonRecordingSpan(context), Context()))
-    return carrier
+    if context is None:
+        return {}
+    carrier = {"traceparent": f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"}
+    return carrier | {"tracestate": context.trace_state.to_header()} if context.trace_state else carrier
 
 
 def _silence_forked_child() -> None:

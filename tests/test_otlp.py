@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,22 +16,25 @@ from opentelemetry.sdk.metrics import AlwaysOnExemplarFilter, MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.metrics.view import ExponentialBucketHistogramAggregation, View
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import Event, ReadableSpan
+from opentelemetry.sdk.trace import Event as SpanEvent
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import (
+    INVALID_SPAN_CONTEXT,
     Link,
     NonRecordingSpan,
     SpanContext,
     SpanKind,
     Status,
     StatusCode,
+    TraceFlags,
     TraceState,
     set_span_in_context,
     use_span,
 )
 
-from rlinsight import names, points
-from rlinsight.otlp import FLOAT_ARRAYS, NO_SPAN, Encoder
+from rlinsight import names, otlp, points
+from rlinsight.otlp import FLOAT_ARRAYS, NO_SPAN, SCOPE, Encoder, Event
 
 TRACE, SPAN = 0x0123456789ABCDEF0123456789ABCDEF, 0x0123456789ABCDEF
 
@@ -45,7 +49,7 @@ def _item_of_every_kind() -> list[list]:
     spans = [
         ReadableSpan(
             name, here, parent, resource, BoundedAttributes(attributes=values), kind=kind, start_time=5, end_time=7,
-            events=[Event("e", BoundedAttributes(attributes={"k": 1}), 6)], instrumentation_scope=scope,
+            events=[SpanEvent("e", BoundedAttributes(attributes={"k": 1}), 6)], instrumentation_scope=scope,
             links=[Link(SpanContext(TRACE, 9, is_remote=True), values)], status=Status(StatusCode.ERROR, "why"),
         )
         for name, parent, kind, scope in (
@@ -91,6 +95,45 @@ def test_what_is_sent_is_what_opentelemetrys_own_encoder_would_send() -> None:
         (measured, encode_metrics(data)),
     ):
         assert _present(type(twin).FromString(encoder.encode(items))) == _present(twin)
+
+
+def test_an_event_of_ours_is_sent_as_the_record_the_sdk_would_make_of_it() -> None:
+    """In a span, in a remote one and in none; beside records of other libraries in one request."""
+    here = SpanContext(TRACE, SPAN, is_remote=False, trace_flags=TraceFlags(1))
+    remote = SpanContext(TRACE, SPAN - 1, is_remote=True)
+    values = {"s": "é", "i": -(2**63), "f": 0.5, "b": True, "y": b"\0", "l": ["x", "y"], "n": np.float32(0.5), "e": []}
+    resource = Resource({"service.name": "s"})
+    encoder = Encoder(resource)
+    events, records = [], []
+    for index, context in enumerate((here, remote, INVALID_SPAN_CONTEXT)):
+        facts = {"timestamp": index, "observed_timestamp": index, "event_name": "e"}
+        inside = set_span_in_context(NonRecordingSpan(context))
+        events.append(Event("e", index, context, encoder.plain(values)))
+        records.append(
+            ReadableLogRecord(LogRecord(**facts, context=inside, attributes=values | {"n": 0.5}), resource, SCOPE)
+        )
+    twin = encode_logs([*records, *records])
+    assert _present(type(twin).FromString(encoder.encode([*events, *records]))) == _present(twin)
+
+
+def test_what_is_changed_after_the_call_is_sent_as_it_was() -> None:
+    """An event takes its lists and arrays with it."""
+    pieces, array = ["a", "b"], bytearray(b"12")
+    event = Encoder(Resource({})).record("e", 1, {"pieces": pieces, "array": array})  # type: ignore[dict-item]
+    pieces.append("c")
+    array[0] = 0
+    assert event.attributes == {"pieces": ("a", "b"), "array": b"12"}
+
+
+@pytest.mark.parametrize("wrap", [dict, lambda attributes: BoundedAttributes(attributes=attributes)])
+def test_the_size_of_an_item_is_its_texts_and_a_constant_per_value(wrap: Callable[[dict], Any]) -> None:
+    """Of our events, of records and of spans: 3 characters, 2 bytes, a number, and a list of 4 characters in two."""
+    attributes = wrap({"t": "abc", "y": b"12", "n": 1.5, "l": ("ab", "cd")})
+    expected = 5 * otlp.VALUE_BYTES + 3 + 2 + 4
+    assert otlp.size(Event("e", 1, INVALID_SPAN_CONTEXT, dict(attributes))) == otlp.RECORD_BYTES + expected
+    record = LogRecord(attributes=attributes, context=NO_SPAN, body="")
+    assert otlp.size(ReadableLogRecord(record, Resource({}))) == otlp.RECORD_BYTES + expected + otlp.VALUE_BYTES
+    assert otlp.size(ReadableSpan("s", attributes=attributes)) == otlp.SPAN_BYTES + expected
 
 
 def _present(message: Any) -> Any:

@@ -430,6 +430,22 @@ def test_setup_again_starts_a_new_recording(collector: Collector, tmp_path: Path
     assert caplog.text == ""
 
 
+def test_spans_that_a_library_never_ends_are_forgotten_with_it(collector: Collector, tmp_path: Path) -> None:
+    """What is kept of open spans is bounded by the spans that somebody still holds; those are sent when they end."""
+    start(collector, tmp_path)
+    recorder = telemetry._recorder
+    assert recorder is not None
+    tracer = trace.get_tracer("a-library")
+    held = tracer.start_span("held")
+    for _ in range(100):
+        tracer.start_span("lost")
+    assert len(recorder._open) == 1
+    held.end()
+    assert len(recorder._open) == 0
+    assert telemetry.shutdown(5)
+    assert [span.name for span in collector.spans()] == ["held"]
+
+
 def test_shutting_the_global_provider_down_does_not_silence_us(collector: Collector, tmp_path: Path) -> None:
     """A library that flushes and shuts down the global providers ends no recording."""
     start(collector, tmp_path)
