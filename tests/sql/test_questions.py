@@ -20,7 +20,7 @@ HOUR = 3600 * SECOND
 # Runs and the faults of step 7 in each: together where they show in different questions.
 PLANTED = {
     "slow": ("truncation", "gap", "tool_error", "spike", "starved_engine", "stale_rollouts"),
-    "held": ("zero_variance", "straggler", "sync_failed", "entropy_collapse"),
+    "held": ("zero_variance", "straggler", "sync_failed", "entropy_collapse", "clipped_rollout"),
     "bought": ("reward_hack", "mismatch", "slow_after_sync", "dropped_group", "eval_falls", "wrong_checksum"),
     "broken": ("garbled", "repetitive", "rollout_error", "always_off"),
     "stale": ("stale_engine", "lagged", "lost_content", "mixed_versions"),
@@ -71,7 +71,7 @@ EXPECTED = [
     (5, "cached", "policy_version replica problem", [(7, "policy/1", "missing")]),
     (6, "held", "step groups all_fail wasted_tokens", [(7, 4, 4, 1.0)]),
     (7, "slow", "step truncated reward_truncated", [(7, 1.0, 0.0)]),
-    (8, "bought", "component dataset metric", [("numeric", "sums-test", "mean@1")]),
+    (8, "bought", "component dataset metric", [("numeric", "sums-test", f"{name}@4") for name in ("mean", "pass")]),
     (9, "bought", "rollout_id prompts_answered", [(f"bought/7/{group}/0", 4) for group in range(4)]),
     (10, "broken", "step replica garbled repetitive", [(7, "policy/0", 0.0, 1.0), (7, "policy/1", 1.0, 0.0)]),
     (11, "slow", "step", [(7,)]),
@@ -88,6 +88,8 @@ EXPECTED = [
     (19, "held", "kind type place n first_step", [("sync", "ConnectionError", "policy/0", 1, 7)]),
     (20, "slow", "rollout_id pos", [("slow/7/0/0", 3), ("slow/7/0/0", 4)]),
     (21, "resumed", "attempt checkpoint name", [(2, 6, "optim/grad_norm")]),
+    (25, "bought", "step metric best_step", [(step, name, 2) for step in (6, 8, 10) for name in ("mean@4", "pass@4")]),
+    (26, "held", "step rollout_id", [(7, "held/7/1/1")]),
     (24, "stale", "edge n linked", [("rollout->tokens", 165, 164), ("training->tokens", 160, 159)]),
 ]
 
@@ -125,8 +127,8 @@ def test_a_drill_down_has_every_rollout_of_the_step_worst_first(con):
 
 
 def test_every_question_and_every_fault_is_tested():
-    """24 questions, each with a fault of its own; every fault of the synthetic run is planted somewhere."""
-    assert set(QUESTIONS) == set(range(1, 25))
+    """26 questions, each with a fault of its own; every fault of the synthetic run is planted somewhere."""
+    assert set(QUESTIONS) == set(range(1, 27))
     assert {number for number, *_ in EXPECTED} | {22, 23} == set(QUESTIONS)
     planted = {fault for faults in PLANTED.values() for fault in faults}
     assert planted | {"hung", "missing_rank", "bad_resume"} == set(FAULTS)

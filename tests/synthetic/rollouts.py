@@ -63,10 +63,15 @@ def emit_rollouts(
         if run.has("dropped_group", step) and group == 3:
             facts = {**shared, names.REASON: "no rollout finished", names.BATCH_SIZE: len(members), names.ENV: "sums"}
             controller.event(names.GROUP_DROPPED, sample_end, facts, *step_context)
+        equal = len({member["reward"] for member in members}) == 1
+        if run.ppo and equal:
+            facts = {**shared, names.REASON: "zero_variance", names.BATCH_SIZE: len(members)}
+            controller.event(names.GROUP_DROPPED, sample_end, facts, *step_context)
         mean = sum(member["reward"] for member in members) / len(members)
         spread = float(np.std([member["reward"] for member in members]))
         for rollout in members:
             rollout["advantage"] = (rollout["reward"] - mean) / (spread + 1e-6)
+            rollout["dropped"] = run.ppo and equal
             _emit_scoring(run, rollout, shared, windows, controller, policies[rollout["replica"]], random_)
         rollouts.extend(members)
     return rollouts
@@ -242,7 +247,8 @@ def _emit_scoring(
     }
     if run.arrays:
         facts |= _training_arrays(run, rollout)
-    policy.event(names.ROLLOUT_TRAINED, trained, facts, rollout["trace"], rollout["span"])
+    if not rollout["dropped"]:
+        policy.event(names.ROLLOUT_TRAINED, trained, facts, rollout["trace"], rollout["span"])
 
 
 def _training_arrays(run: Run, rollout: dict[str, Any]) -> dict[str, bytes]:
@@ -260,6 +266,8 @@ def _training_arrays(run: Run, rollout: dict[str, Any]) -> dict[str, bytes]:
     new = old + generator.normal(0, 0.05, count).astype(np.float32)
     if run.has("spike", step) and place == (0, 0):
         new[3:5] = old[3:5] + np.float32(3.0)
+    if run.has("clipped_rollout", step) and place == (1, 1):
+        new = old + np.float32(0.5)
     entropy = generator.exponential(0.5, count).astype(np.float32)
     if run.has("entropy_collapse", step):
         entropy[np.arange(count) * 10 // count >= 7] = 1e-4
@@ -267,7 +275,7 @@ def _training_arrays(run: Run, rollout: dict[str, Any]) -> dict[str, bytes]:
     rollout["clipped"] = np.abs(new - old) > 0.12
     rollout["gaps"] = old - sampled
     rollout["moves"] = new - old
-    return {
+    facts = {
         names.LOSS_MASK: np.ones(count, np.uint8).tobytes(),
         names.OLD_LOG_PROBS_ARRAY: old.tobytes(),
         names.LOG_PROBS_ARRAY: new.tobytes(),
@@ -275,4 +283,18 @@ def _training_arrays(run: Run, rollout: dict[str, Any]) -> dict[str, bytes]:
         names.ENTROPY_ARRAY: rollout["entropy"].tobytes(),
         names.ADVANTAGES_ARRAY: np.full(count, rollout["advantage"], np.float32).tobytes(),
         names.CLIPPED_ARRAY: rollout["clipped"].astype(np.uint8).tobytes(),
+    }
+    return facts | _ppo_arrays(rollout) if run.ppo else facts
+
+
+def _ppo_arrays(rollout: dict[str, Any]) -> dict[str, bytes]:
+    """Weights 0.75 and 1 in turn, the first token of sample 0 rejected; values that come to know the reward."""
+    count = rollout["tokens"]
+    weights = np.where(np.arange(count) % 2, 0.75, 1.0).astype(np.float32)
+    weights[0] *= rollout["sample"] != 0
+    known = np.linspace(0, 1, count, dtype=np.float32)
+    return {
+        names.WEIGHTS_ARRAY: weights.tobytes(),
+        names.VALUES_ARRAY: (0.5 + known * np.float32(rollout["reward"] - 0.5)).tobytes(),
+        names.RETURNS_ARRAY: np.full(count, rollout["reward"], np.float32).tobytes(),
     }

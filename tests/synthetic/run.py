@@ -44,6 +44,7 @@ FAULTS = {
     "garbled": "replica 1 emits bytes that are no text",
     "repetitive": "replica 0 repeats itself",
     "spike": "tokens 3 and 4 of sample 0 of group 0 become 20 times as likely in one update",
+    "clipped_rollout": "every token of sample 1 of group 1 becomes 1.6 times as likely in one update, and is clipped",
     "mismatch": "the trainer's log-probs of sample 2 of group 1 are 0.5 off everywhere",
     "cache_mismatch": "those of all rollouts whose prompt came from the cache are 0.1 off",
     "always_off": "the trainer's log-probs are 0.2 off everywhere, in the whole run",
@@ -87,6 +88,7 @@ class Run:
     seed: int = 0
     replicas: int = 1  # policy ranks, each with a rollout engine
     serving: bool = False  # engines report requests, samples, checksums; tools; validation every 2 steps
+    ppo: bool = False  # critic, adaptive KL, rollout correction, and groups of equal rewards dropped
     faults: tuple[str, ...] = ()
     fault_step: int = 7
 

@@ -104,17 +104,20 @@ def emit_samples(run: Run, step: int, start: int, end: int, policies: list[Proce
 
 
 def emit_eval(run: Run, step: int, time_ns: int, controller: Process, policy: Process, rng: random.Random) -> None:
-    """A validation of one rollout, and its mean over many more."""
-    value = 1 - run.skill(step) if "eval_falls" in run.faults else run.skill(step)
-    facts = {
-        names.STEP_INDEX: step,
-        names.POLICY_VERSION: step,
-        names.EVAL_DATASET: "sums-test",
-        names.EVAL_METRIC: "mean@1",
-        names.EVAL_VALUE: value + rng.gauss(0, 0.005),
-        names.EVAL_SAMPLES: 64,
-    }
-    controller.event(names.EVAL, time_ns, facts)
+    """A validation of one rollout, and its metrics over 64 prompts."""
+    chance = 1 - run.skill(step) if "eval_falls" in run.faults else run.skill(step)
+    value = min(1.0, max(0.0, chance + rng.gauss(0, 0.005)))
+    for metric, measured in (("mean@4", value), ("pass@4", 1 - (1 - value) ** 4)):
+        facts = {
+            names.STEP_INDEX: step,
+            names.POLICY_VERSION: step,
+            names.EVAL_DATASET: "sums-test",
+            names.EVAL_METRIC: metric,
+            names.EVAL_VALUE: measured,
+            names.EVAL_STD_ERROR: (measured * (1 - measured) / 64) ** 0.5,
+            names.EVAL_SAMPLES: 256,
+        }
+        controller.event(names.EVAL, time_ns, facts)
     identity = {
         names.STEP_INDEX: step,
         names.ROLLOUT_ID: f"{run.run_id}/eval/{step}/0",

@@ -219,6 +219,8 @@ def _metrics(
         names.M_WEIGHTS_CHANGED: random_.uniform(0.5, 0.7),
     }
     values |= made_up
+    if run.ppo:
+        values |= _ppo_metrics(step, rollouts, run.group_size)
     _plant(run, step, values)
     for name, value in values.items():
         facts = {
@@ -230,6 +232,30 @@ def _metrics(
             names.METRIC_WEIGHT: "rollout",
         }
         controller.event(names.STEP_METRIC, time_ns, facts)
+
+
+def _ppo_metrics(step: int, rollouts: list[dict[str, Any]], group_size: int) -> dict[Any, Any]:
+    """What a run with ``ppo`` reports beside; made up, but for the groups dropped."""
+    share = 0.5 * 0.8**step
+    return {
+        names.M_VALUE_LOSS: 0.2 * 0.8**step,
+        names.M_EXPLAINED_VARIANCE: 0.9 - 1.2 * 0.7**step,
+        names.M_VALUE_CLIP_FRACTION: share,
+        names.M_VALUE_MEAN: 0.6 - 0.4 * 0.8**step,
+        names.M_RETURN_MEAN: 0.6 - 0.2 * 0.9**step,
+        names.M_CRITIC_GRAD_NORM: 1 + share,
+        names.M_CRITIC_LR: 1e-5,
+        names.M_KL_COEF: 0.01 * 1.1**step,
+        names.M_KL_REWARD: 0.03 * step,
+        names.M_GROUPS_DROPPED: sum(rollout["dropped"] for rollout in rollouts) / group_size,
+        names.M_SAMPLING_ROUNDS: 1 + step % 2,
+        **{metric: 0.001 * (1 + i) * 1.05**step for i, metric in enumerate(names.M_CORRECTION.values())},
+        names.M_CORRECTION["effective_sample_size"]: 1 - share,
+        names.M_CORRECTION["weight_effective_sample_size"]: 1 - share / 2,
+        names.M_CORRECTION["perplexity_ratio"]: 1.02,
+        names.M_CORRECTION["weight_mean"]: 0.98,
+        **{metric: (1 + i) * 0.2 for i, metric in enumerate(names.M_GRAD_NORM_GROUPS.values())},
+    }
 
 
 def _plant(run: Run, step: int, values: dict[Any, Any]) -> None:

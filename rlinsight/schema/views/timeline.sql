@@ -7,7 +7,7 @@ WITH spans AS (
     status_code, rollout_id, turn_index, trace_id, span_id, parent_span_id, service_name
   FROM v_spans WHERE lane IS NOT NULL
   UNION ALL
-  SELECT run_id, attempt, step, lane, name, phase, NULL, NULL, start_ns, NULL, NULL, NULL, NULL, trace_id, span_id, parent_span_id,
+  SELECT run_id, attempt, step, lane, name, phase, method, NULL, start_ns, NULL, NULL, NULL, NULL, trace_id, span_id, parent_span_id,
     service_name
   FROM open_spans WHERE lane IS NOT NULL
 )
