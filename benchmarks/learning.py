@@ -107,18 +107,20 @@ def row(preset: str, runs: list[dict[str, Any]]) -> str:
 def report(rows: list[tuple[str, list[dict[str, Any]]]], options: argparse.Namespace) -> str:
     """Markdown: the task, one line per preset, the curves."""
     machine = f"{platform.processor() or platform.machine()}, {psutil.cpu_count()} cores"
-    seeds = " ".join(map(str, options.seeds))
+    seeds, presets = " ".join(map(str, options.seeds)), " ".join(options.presets)
     lines = [
         "# Every recipe learns",
         "",
-        f"    python benchmarks/learning.py --presets {' '.join(options.presets)} --seeds {seeds} --steps {options.steps}",
+        f"    python benchmarks/learning.py --presets {presets} --seeds {seeds} --steps {options.steps}",
         "",
-        f"On {machine}, {time.strftime('%Y-%m-%d')}: a random two-layer model, {options.steps} steps of 16 prompts with "
-        f"8 rollouts each, seeds {seeds}. The task is described in `benchmarks/learning.py`; 1 is perfect, 0.5 is what a "
-        f"policy that ignores the prompt can reach, and solved means at least {SOLVED} over the last {WINDOW} steps in "
-        "the mean over seeds.",
+        f"On {machine}, {time.strftime('%Y-%m-%d')}: a random two-layer model, {options.steps} steps of 16 prompts "
+        f"with 8 rollouts each, seeds {seeds}. The task is described in `benchmarks/learning.py`; 1 is perfect, 0.5 is "
+        "what "
+        f"a policy that ignores the prompt can reach, and solved means at least {SOLVED} over the last {WINDOW} steps "
+        "in the mean over seeds.",
         "",
-        f"| preset | first {WINDOW} steps | last {WINDOW} steps, mean over seeds | std over seeds | worst seed | solved | s a step |",
+        f"| preset | first {WINDOW} steps | last {WINDOW} steps, mean over seeds | std over seeds | worst seed "
+        "| solved | s a step |",
         "|---|---|---|---|---|---|---|",
         *(row(preset, runs) for preset, runs in rows),
         "",

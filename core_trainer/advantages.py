@@ -6,6 +6,7 @@ Tensors are padded, [B, T] over the step's samples in order, and float64. Pure, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,15 +37,28 @@ def check_algorithm(algorithm: AlgorithmSection) -> None:
     for. Raises ConfigError.
     """
     registry.load_plugins(algorithm.plugins)
-    for kind, section in (("advantage", algorithm.advantage), ("policy_loss", algorithm.policy_loss)):
+    filters = [("group_filter", section) for section in algorithm.shaping.group_filters]
+    for kind, section in (("advantage", algorithm.advantage), ("policy_loss", algorithm.policy_loss), *filters):
         registry.find(kind, section.type).resolve(section.model_dump(exclude={"type"}))
-    wants_values = "values" in registry.find("advantage", algorithm.advantage.type).inputs
-    if wants_values and algorithm.critic is None:
-        raise ConfigError(
-            f"algorithm.advantage {algorithm.advantage.type} asks for values; set critic: {{type: model}}"
-        )
-    if algorithm.critic is not None and not wants_values:
-        raise ConfigError(f"advantage {algorithm.advantage.type} asks for no values; remove algorithm.critic")
+    registry.find("aggregation", algorithm.aggregation)
+    if algorithm.kl is not None:
+        registry.find("kl_estimator", algorithm.kl.estimator.removesuffix("+"))
+    name, wanted = algorithm.advantage.type, registry.find("advantage", algorithm.advantage.type).inputs
+    if "values" in wanted and algorithm.critic is None:
+        raise ConfigError(f"algorithm.advantage {name} asks for values; set critic: {{type: model}}")
+    if algorithm.critic is not None and "values" not in wanted:
+        raise ConfigError(f"advantage {name} asks for no values; remove algorithm.critic")
+    in_reward = algorithm.kl is not None and algorithm.kl.where == "reward"
+    if in_reward and {"rewards", "token_rewards"}.isdisjoint(wanted):
+        raise ConfigError(f"kl.where=reward has no effect with advantage {name}, which asks for no rewards; set loss")
+    if algorithm.correction is not None and algorithm.correction.mode == "bypass":
+        same_pass = "the values of critic type shared come" if algorithm.critic and not algorithm.model_critic else None
+        if "sum_pi_squared" in wanted:
+            same_pass = f"sum_pi_squared, which advantage {name} asks for, comes"
+        if same_pass is not None:
+            raise ConfigError(
+                f"correction.mode=bypass saves the pass of old log-probs, but {same_pass} from it; set mode: decoupled"
+            )
 
 
 def estimate(
@@ -79,7 +93,7 @@ def correct(samples: Sequence[TrainSample], section: CorrectionSection) -> dict[
         measured |= found
     _set(samples, "weights", weights * kept)
     _set(samples, "loss_mask", kept)
-    return {names.M_CORRECTION[name]: value for name, value in measured.items()}
+    return {names.M_CORRECTION[name]: value if math.isfinite(value) else None for name, value in measured.items()}
 
 
 def _inputs(

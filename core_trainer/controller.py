@@ -125,6 +125,8 @@ class Controller:
             position = self.sampler.state_dict()
             try:
                 self._run_step(self.step + 1)
+                self.step, position = self.step + 1, self.sampler.state_dict()
+                is_best = self.validate()
             except _Abandoned:
                 self.sampler.load_state_dict(position)
                 break
@@ -132,8 +134,6 @@ class Controller:
                 self.sampler.load_state_dict(position)
                 self._save_what_is_whole()
                 raise
-            self.step += 1
-            is_best = self.validate()
             if (trainer.checkpoint_every and self.step % trainer.checkpoint_every == 0) or (
                 is_best and trainer.keep_best
             ):
@@ -164,6 +164,7 @@ class Controller:
             self.ref_log_probs(step)
             self.values(step)
             self.estimate_advantages(step)
+        if step.rollouts:
             self.update(step)
             self.sync(step)
 
@@ -251,7 +252,9 @@ class Controller:
         with self.phase(names.ADVANTAGES):
             if algorithm.correction is not None and algorithm.correction.mode == "decoupled":
                 step.metrics |= advantages.correct(step.samples, algorithm.correction)
-            step.metrics |= advantages.estimate(step.samples, self._step_rewards(step), algorithm, self.kl_coef)
+                self._drop_rejected(step)
+            if step.rollouts:
+                step.metrics |= advantages.estimate(step.samples, self._step_rewards(step), algorithm, self.kl_coef)
 
     def update(self, step: Step) -> None:
         """Epochs over mini-batches, each one optimizer step of the critic, if there is one, and of the policy.
@@ -334,7 +337,8 @@ class Controller:
                 }
             )
         self.updating = False
-        self.rewards.append(metrics[names.M_REWARD_MEAN] or 0.0)
+        if (reward := metrics[names.M_REWARD_MEAN]) is not None:
+            self.rewards.append(reward)
         self.reporter.step(StepReport(index, self.config.trainer.total_steps, time.perf_counter() - began, metrics))
 
     def _sample(self, step: Step, groups: Sequence[Group], params: SamplingParams) -> list[Rollout]:
@@ -357,10 +361,11 @@ class Controller:
             checks["no_baseline"] = torch.tensor([r.group_id in step.greedy_rewards for r in scored], dtype=torch.bool)
         if self.config.algorithm.advantage.type in GROUP_ADVANTAGES:
             checks["too_small"] = shaping.too_small(groups)
-        if options.group_filter is not None and options.group_filter.min_reward is not None:
-            checks["too_hard"] = shaping.too_hard(rewards, groups, min_reward=options.group_filter.min_reward)
-        if options.group_filter is not None and options.group_filter.max_reward is not None:
-            checks["too_easy"] = shaping.too_easy(rewards, groups, max_reward=options.group_filter.max_reward)
+        for section in options.group_filters:
+            check = registry.find("group_filter", section.type)
+            checks[section.type] = check.call(
+                {"rewards": rewards, "groups": groups}, section.model_dump(exclude={"type"})
+            )
         if options.dynamic_sampling is not None:
             checks["zero_variance"] = shaping.zero_variance(rewards, groups)
         if not checks:
@@ -373,9 +378,12 @@ class Controller:
         return kept, {group: reasons.get(group, "no_reward") for group in names_ if group not in left}
 
     def _unshaped_reward(self, step: Step, rollout: Rollout) -> float:
-        """The reward without the penalty on length: a group that differs in length alone has nothing to teach."""
-        penalty = [c.value or 0.0 for c in step.results[rollout.rollout_id].components if c.name == OVERLONG]
-        return (rollout.reward or 0.0) - sum(penalty)
+        """The reward without the penalty on length: a group that differs in length alone has nothing to teach.
+
+        Summed anew, since taking the penalty off again would leave equal rewards apart by a rounding error.
+        """
+        components = step.results[rollout.rollout_id].components
+        return sum(part.weight * (part.value or 0.0) for part in components if part.name != OVERLONG)
 
     def _step_rewards(self, step: Step) -> StepRewards:
         rewards = torch.tensor([rollout.reward for rollout in step.rollouts], dtype=torch.float64)
@@ -414,6 +422,16 @@ class Controller:
             stats = step.token_stats
             if stats.num_tokens:
                 self.kl_controller.update(stats.ref_kl / stats.num_tokens, len(step.rollouts))
+
+    def _drop_rejected(self, step: Step) -> None:
+        """Drop groups without a loss token left, so that no mini-batch is made of them alone."""
+        left = {sample.group_id for sample in step.samples if sample.loss_mask.any()}
+        dropped = dict.fromkeys(sample.group_id for sample in step.samples if sample.group_id not in left)
+        for group_id in dropped:
+            self._record_dropped([r for r in step.rollouts if r.group_id == group_id], "rejected")
+        step.rollouts = [rollout for rollout in step.rollouts if rollout.group_id in left]
+        step.samples = [sample for sample in step.samples if sample.group_id in left]
+        step.metrics[names.M_GROUPS_DROPPED] = (step.metrics[names.M_GROUPS_DROPPED] or 0) + len(dropped)
 
     def _record_dropped(self, rollouts: Sequence[Rollout], reason: str) -> None:
         attributes = {

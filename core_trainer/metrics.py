@@ -63,10 +63,10 @@ class TokenStats:
             names.M_REF_KL: mean(self.ref_kl) if kl is not None else None,
             names.M_ROLLOUT_KL: mean(self.rollout_kl),
             names.M_ROLLOUT_ABS: mean(self.rollout_gap),
-            names.M_ROLLOUT_MAX: self.rollout_gap_max,
+            names.M_ROLLOUT_MAX: self.rollout_gap_max if self.num_tokens else None,
             names.M_MISMATCHED: float(self.num_mismatched),
             names.M_CLIP_FRACTION: mean(self.num_clipped),
-            names.M_RATIO_MAX: self.ratio_max,
+            names.M_RATIO_MAX: self.ratio_max if self.num_tokens else None,
             names.M_STALENESS: mean(self.staleness),
         }
 
@@ -110,18 +110,19 @@ def token_stats(
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float | None]:
-    """Rewards, lengths and group signal of everything a step sampled and scored, learned from or not."""
-    rewards = np.array([rollout.reward for rollout in rollouts], dtype=np.float64)
+    """Lengths of everything a step sampled, learned from or not; rewards and group signal of what could be scored."""
     lengths = np.array([rollout.num_response_tokens for rollout in rollouts])
     groups: dict[str, list[float]] = {}
-    for rollout, reward in zip(rollouts, rewards, strict=True):
-        groups.setdefault(rollout.group_id, []).append(float(reward))
+    for rollout in rollouts:
+        if rollout.reward is not None:
+            groups.setdefault(rollout.group_id, []).append(rollout.reward)
+    rewards = np.array([reward for group in groups.values() for reward in group])
     return {
-        names.M_REWARD_MEAN: float(rewards.mean()),
+        names.M_REWARD_MEAN: float(rewards.mean()) if len(rewards) else None,
         names.M_REWARD_STD: float(rewards.std(ddof=1)) if len(rewards) > 1 else None,
-        names.M_REWARD_MAX: float(rewards.max()),
-        names.M_REWARD_MIN: float(rewards.min()),
-        names.M_ZERO_VARIANCE: float(np.mean([len(set(values)) == 1 for values in groups.values()])),
+        names.M_REWARD_MAX: float(rewards.max()) if len(rewards) else None,
+        names.M_REWARD_MIN: float(rewards.min()) if len(rewards) else None,
+        names.M_ZERO_VARIANCE: float(np.mean([len(set(group)) == 1 for group in groups.values()])) if groups else None,
         names.M_LENGTH_MEAN: float(lengths.mean()),
         names.M_LENGTH_MAX: float(lengths.max()),
         names.M_TRUNCATED: float(np.mean([rollout.finish_reason == "length" for rollout in rollouts])),

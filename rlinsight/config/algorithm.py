@@ -209,9 +209,13 @@ class KlCovLoss(Section):
     kl_coef: float = Field(default=1.0, gt=0, description="weight of the penalty")
 
 
+def _types(variants: tuple[type[Section], ...]) -> tuple[str, ...]:
+    return tuple(get_args(variant.model_fields["type"].annotation)[0] for variant in variants)
+
+
 def _by_type(variants: tuple[type[Section], ...]) -> Any:
     """A union tagged by ``type``; a type none of them has is a plugin's."""
-    tags = {get_args(variant.model_fields["type"].annotation)[0]: variant for variant in variants}
+    tags = dict(zip(_types(variants), variants, strict=True))
 
     def tag(value: Any) -> str | None:
         name = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
@@ -233,7 +237,8 @@ POLICY_LOSSES: tuple[type[Section], ...] = (
 )  # fmt: skip
 Advantage: Any = _by_type(ADVANTAGES)
 PolicyLoss: Any = _by_type(POLICY_LOSSES)
-Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
+AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
+KL_ESTIMATORS = ("k1", "k2", "k3", "abs")
 GROUP_ADVANTAGES = frozenset(
     {"grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "grpo_pass_at_k", "gdpo", "optimal_token_baseline"}
 )
@@ -261,9 +266,10 @@ class KlSection(Section):
     """Distance to the frozen reference."""
 
     coef: float = Field(default=0.001, gt=0, description="weight of the KL; the first one, if the controller adapts it")
-    estimator: Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"] = Field(
+    estimator: str = Field(
         default="k3",
-        description="estimator per token (joschu.net/blog/kl-approx); + takes its value and the gradient of k2",
+        description="k1, k2, k3 or abs of each token (joschu.net/blog/kl-approx), or one of a plugin; with + behind "
+        "it, its value and the gradient of k2",
     )
     where: Literal["loss", "reward"] = Field(
         default="loss", description="a term of the loss, or taken off the reward of each token"
@@ -353,17 +359,22 @@ class DynamicSamplingSection(Section):
     )
 
 
-class GroupFilterSection(Section):
-    """Groups that are too easy or too hard are dropped."""
+class TooHardFilter(Section):
+    """Groups of a low mean reward are dropped."""
 
-    min_reward: float | None = Field(default=None, description="smallest mean reward of a group that is kept")
-    max_reward: float | None = Field(default=None, description="largest mean reward of a group that is kept")
+    type: Literal["too_hard"]
+    min_reward: float = Field(description="smallest mean reward of a group that is kept")
 
-    @model_validator(mode="after")
-    def _has_an_effect(self) -> GroupFilterSection:
-        if self.min_reward is None and self.max_reward is None:
-            raise ValueError("a filter without bounds keeps every group; set min_reward or max_reward, or remove it")
-        return self
+
+class TooEasyFilter(Section):
+    """Groups of a high mean reward are dropped."""
+
+    type: Literal["too_easy"]
+    max_reward: float = Field(description="largest mean reward of a group that is kept")
+
+
+GROUP_FILTERS: tuple[type[Section], ...] = (TooHardFilter, TooEasyFilter)
+GroupFilter: Any = _by_type(GROUP_FILTERS)
 
 
 OVERLONG = "overlong"  # reward component of the penalty
@@ -382,7 +393,9 @@ class ShapingSection(Section):
     """Which rollouts of a step are learnt from, and what their length costs."""
 
     dynamic_sampling: DynamicSamplingSection | None = Field(default=None, description="off when null")
-    group_filter: GroupFilterSection | None = Field(default=None, description="off when null")
+    group_filters: list[GroupFilter] = Field(  # type: ignore[valid-type]
+        default_factory=list, description="which groups are dropped; the first that drops one is the recorded reason"
+    )
     overlong: OverlongSection | None = Field(default=None, description="off when null")
 
 
@@ -473,9 +486,10 @@ class AlgorithmSection(Section):
     policy_loss: PolicyLoss = Field(  # type: ignore[valid-type]
         description="loss of a token"
     )
-    aggregation: Aggregation = Field(
+    aggregation: str = Field(
         default="token-mean",
-        description="how losses of tokens become one number; over the whole update, whatever the micro-batches",
+        description=f"how losses of tokens become one number: {', '.join(AGGREGATIONS)}, or one of a plugin; over the "
+        "whole update, whatever the micro-batches",
     )
     entropy_coef: float = Field(default=0.0, ge=0, description="weight of the entropy bonus")
     kl: KlSection | None = Field(default=None, description="KL to the frozen reference; null loads no reference")
@@ -499,25 +513,23 @@ class AlgorithmSection(Section):
         return _fill(value, PRESETS[name if name in PRESETS else "grpo"])  # an unknown name is refused for itself
 
     @model_validator(mode="after")
-    def _types_exist(self) -> AlgorithmSection:
-        custom = [
-            (key, section, variants)
-            for key, section, variants in (
-                ("advantage", self.advantage, ADVANTAGES),
-                ("policy_loss", self.policy_loss, POLICY_LOSSES),
-            )
-            if isinstance(section, PluginFunction)
+    def _names_exist(self) -> AlgorithmSection:
+        named = [
+            ("advantage.type", self.advantage.type, _types(ADVANTAGES)),
+            ("policy_loss.type", self.policy_loss.type, _types(POLICY_LOSSES)),
+            ("aggregation", self.aggregation, AGGREGATIONS),
+            *(("shaping.group_filters", each.type, _types(GROUP_FILTERS)) for each in self.shaping.group_filters),
         ]
-        for key, section, variants in custom:
-            if not self.plugins:
-                known = sorted(get_args(variant.model_fields["type"].annotation)[0] for variant in variants)
-                close = difflib.get_close_matches(section.type, known, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)};"
-                raise ValueError(
-                    f"{key}.type {section.type!r} is not built in; {hint} one of your own comes from a file in plugins:"
-                )
-        if self.plugins and not custom:
-            raise ValueError("plugins have no effect: neither advantage.type nor policy_loss.type is one of theirs")
+        if self.kl is not None:
+            named.append(("kl.estimator", self.kl.estimator.removesuffix("+"), KL_ESTIMATORS))
+        foreign = [(key, name, known) for key, name, known in named if name not in known]
+        if foreign and not self.plugins:
+            key, name, known = foreign[0]
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)};"
+            raise ValueError(f"{key} {name!r} is not built in; {hint} one of your own comes from a file in plugins:")
+        if self.plugins and not foreign:
+            raise ValueError("plugins have no effect: everything that is named here is built in")
         return self
 
     @model_validator(mode="after")

@@ -8,7 +8,15 @@ import pytest
 
 import core_trainer.algorithms as algorithms
 from core_trainer.algorithms import registry
-from rlinsight.config.algorithm import ADVANTAGES, GROUP_ADVANTAGES, POLICY_LOSSES, RATIO_FREE, Aggregation
+from rlinsight.config.algorithm import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    GROUP_ADVANTAGES,
+    GROUP_FILTERS,
+    KL_ESTIMATORS,
+    POLICY_LOSSES,
+    RATIO_FREE,
+)
 from rlinsight.config.base import Section
 
 BUILT_IN = algorithms.__name__
@@ -29,9 +37,12 @@ def test_every_function_has_a_section_with_its_options_and_defaults(
         assert defaults == dict(registry.find(kind, _type(section)).options), section
 
 
-def test_aggregations_of_the_config_are_those_there_are() -> None:
-    """Neither has a name the other lacks."""
-    assert set(get_args(Aggregation)) == set(registry.names("aggregation"))
+def test_names_the_config_knows_are_those_there_are() -> None:
+    """Neither has a name the other lacks; two filters come with what makes them: dynamic sampling, and comparing."""
+    assert set(AGGREGATIONS) == set(registry.names("aggregation"))
+    assert set(KL_ESTIMATORS) == set(registry.names("kl_estimator"))
+    filters = {_type(section) for section in GROUP_FILTERS}
+    assert filters | {"zero_variance", "too_small"} == set(registry.names("group_filter"))
 
 
 def test_what_the_config_knows_of_functions_follows_from_their_inputs() -> None:
