@@ -12,8 +12,8 @@ SHIPPED = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
 
 
 def test_configs_are_shipped() -> None:
-    """The quickstart of the README exists, so the parametrised test below is not empty."""
-    assert "quickstart.yaml" in [path.name for path in SHIPPED]
+    """Those that the pages name exist, so the parametrised test below is not empty."""
+    assert {"ppo.yaml", "quickstart.yaml", "sft.yaml"} <= {path.name for path in SHIPPED}
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
