@@ -18,7 +18,9 @@ from collectors.decode import Decoded, Decoder
 from collectors.limits import check_request, check_rows
 from collectors.payload import PROTOBUF, PayloadError, parse
 from collectors.writer import Batch, Overloaded, Writer
-from rlinsight.wire import PRODUCER_HEADER, SEQ_HEADER, Signal, response, unpack
+from rlinsight.wire import DELIVER_S, PRODUCER_HEADER, SEQ_HEADER, Signal, response, unpack
+
+TOGETHER_S = 0.5  # after each of the moments at which producers deliver: what comes then has company
 
 logger = logging.getLogger(__name__)
 
@@ -67,9 +69,11 @@ class Intake:
     def take_spool(self, body: bytes, producer: str | None) -> list[tuple[int, Accepted | Exception]]:
         """Decode the records of a spool and queue them, each as if it had come alone: its number, and what it met.
 
-        They may wait a moment for those of other producers. Raises PayloadError for a body that is none.
+        They wait for each other and, when all producers deliver, a moment for those of others; never when a producer
+        delivers out of turn, since then somebody waits for the answer. Raises PayloadError for a body that is none.
         """
         self.last_ns = time.monotonic_ns()
+        in_turn = time.time() % DELIVER_S < TOGETHER_S
         try:
             sent = unpack(body)
         except ValueError as error:
@@ -80,13 +84,15 @@ class Intake:
         for record in sent:
             try:
                 batch = self._batch(record.signal, record.payload, PROTOBUF, producer, str(record.seq))
-                batch.patient = True
                 decoded.append((record.seq, batch))
             except PayloadError as error:
                 decoded.append((record.seq, error))
             except Exception as error:  # a bug, which shall cost this record alone
                 logger.exception("record %d of %s cannot be decoded", record.seq, producer)
                 decoded.append((record.seq, error))
+        batches = [batch for _, batch in decoded if isinstance(batch, Batch)]
+        for batch in batches:
+            batch.patient = in_turn or batch is not batches[-1]
         return [(seq, self._queued(batch)) for seq, batch in decoded]
 
     def _queued(self, batch: Batch | Exception) -> Accepted | Exception:

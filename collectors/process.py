@@ -35,11 +35,12 @@ from collectors.writer import Writer
 from rlinsight import schema
 from rlinsight.errors import CollectorError
 from rlinsight.store import Endpoint, endpoint_path, is_loopback, read_endpoint
+from rlinsight.wire import DELIVER_S
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.25
-GRACE_S = 2.0  # quiet time after the last owner in which spools may still deliver
+GRACE_S = DELIVER_S + 0.5  # quiet time after the last owner: a producer that lives is heard of within
 MAX_GRACE_S = 30.0  # a sender that never falls silent does not keep the collector
 
 

@@ -25,7 +25,7 @@ from rlinsight.wire import Signal
 
 logger = logging.getLogger(__name__)
 
-MAX_QUEUED_BATCHES = 256
+MAX_QUEUED_BATCHES = 1024  # 16 spools at once
 MAX_QUEUED_BYTES = 64 * 1024**2
 _END = object()  # nothing comes after it
 MAX_GROUP_BYTES = 16 * 1024**2  # of payload in one transaction: bounds its memory and the wait of its first batch

@@ -2,7 +2,8 @@
 
 It writes often, so that a killed process loses little, and delivers seldom, since a transaction of the store costs the
 same however little it holds: every DELIVER_S by the wall clock, when the other processes of the machine do it too and
-their batches share one, and at once when somebody waits in ``flush`` or much has come together.
+their batches share one, and at once when somebody waits in ``flush`` or much has come together. Nothing waits longer to
+be seen in a store that is up.
 
 ``put`` takes no lock another thread holds for longer than a list append, encodes nothing and does no I/O. Does not own
 messages (otlp.py), files (segments.py) or delivery (spool.py).
@@ -23,12 +24,11 @@ from rlinsight.otlp import Encoder, Item, name_of, size
 from rlinsight.priority import yield_processors
 from rlinsight.segments import Segments
 from rlinsight.spool import Locate, Sender
-from rlinsight.wire import SIGNALS, Batch, Signal
+from rlinsight.wire import DELIVER_S, SIGNALS, Batch, Signal
 
 BATCH_ITEMS = 512
 BATCH_BYTES = 4 * 1024**2  # a quarter of what the collector accepts in one request
-BATCH_S = 1.25  # between two writes: what a kill -9 may cost
-DELIVER_S = 2.5  # a multiple of it; nothing waits longer to be seen in a store that is up
+BATCH_S = DELIVER_S / 2  # between two writes: what a kill -9 may cost
 BACKLOG_BYTES = 2 * 1024**2  # of batches on disk that do not wait for that
 ITEM_BYTES = 15 * 1024**2  # a larger item could not be sent at all
 QUEUE_ITEMS = 100_000

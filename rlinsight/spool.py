@@ -45,7 +45,7 @@ POST_TIMEOUT_S = 10.0
 POLL_S = 0.5
 BACKOFF_S = (0.1, 5.0)  # first and longest wait between attempts; each is jittered by half
 REQUEST_BYTES = 4 * 1024**2  # of several batches in one request
-UNKNOWN = frozenset({404, 405, 501})  # a receiver's word about a path it does not have
+UNKNOWN = frozenset({404, 405, 415, 501})  # a receiver's word about a path or a type it does not know
 REFUSED = frozenset({400, 413, 415, 422})  # the batch itself is at fault: trying again cannot help
 MAX_RETRY_AFTER_S = 60.0  # of what a server asks for: by then another may serve the store
 MAX_SERVER_ERRORS = 10  # answers 500 to one batch before it counts as poison, so that it does not block the rest
@@ -76,6 +76,7 @@ class _Reply:
     detail: str
     rejected: int = 0
     retry_after_s: float = 0.0
+    late: bool = False  # nothing was heard in time
 
 
 class Sender:
@@ -89,7 +90,7 @@ class Sender:
         self._counts = counts
         self._locate = locate
         self._address = endpoint, token
-        self._alone = 0  # batches to send one by one: in a request of several, one of them was no good
+        self._alone = 0  # batches to send one by one: a request of all of them was too much, or one of them no good
         self._aim(endpoint, token)
         self._random = random.Random()  # its own: training seeds and reads the global generator
         self._unreachable = False
@@ -201,6 +202,7 @@ class Sender:
         headers = {"Content-Type": SPOOL_TYPE, PRODUCER_HEADER: self._segments.producer}
         answer = self._request(SPOOL_PATH, b"".join(record(batch, batch.seq) for batch in batches), headers, timeout_s)
         if isinstance(answer, _Reply):
+            self._alone = len(batches) if answer.late else 0  # a thin line may bear them in pieces
             return [answer]
         head, body = answer
         found = read_outcomes(body, batches) if head.status == 200 else None
@@ -211,9 +213,9 @@ class Sender:
             self._bulk = False
             return self._send(batches, timeout_s)
         reply = _reply(head.status, _detail(head.status, body), head.getheader("Retry-After"))
-        if reply.verdict not in ("refused", "failed"):
+        if reply.verdict == "unavailable":
             return [reply]
-        self._alone = len(batches)
+        self._alone = len(batches)  # some deny what they do not know
         return self._send(batches, timeout_s)
 
     def post(self, batch: Batch, timeout_s: float = POST_TIMEOUT_S) -> _Reply:
@@ -248,7 +250,7 @@ class Sender:
             self._connection.close()  # the next request reconnects
             if reused and isinstance(error, ConnectionError):  # the server closed an idle connection
                 return self._request(path, body, headers, timeout_s)
-            return _Reply("unavailable", f"{type(error).__name__}: {error}")
+            return _Reply("unavailable", f"{type(error).__name__}: {error}", late=isinstance(error, TimeoutError))
 
 
 def deliver_leftovers(spool_dir: Path, endpoint: str, token: str | None = None, timeout_s: float = 30.0) -> Delivered:

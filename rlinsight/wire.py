@@ -27,6 +27,7 @@ SEQ_HEADER = "x-rlinsight-seq"
 SPOOL_PATH = "/v1/spool"
 SPOOL_TYPE = "application/vnd.rlinsight.spool"
 SPOOL_RECORDS = 64  # in one request, at most
+DELIVER_S = 2.5  # producers deliver at its multiples of the wall clock, so that their batches meet in the collector
 
 # Magic, signal, seq, items, payload bytes, crc32 of payload and the fields before it.
 HEADER = struct.Struct("<4sBQIII")

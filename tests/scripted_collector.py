@@ -26,12 +26,16 @@ from rlinsight import wire
 
 @dataclass(frozen=True)
 class Answer:
-    """One scripted answer. ``hang_up`` stores the batch and closes the connection without a word."""
+    """One scripted answer. ``hang_up`` stores the batch and closes the connection without a word.
+
+    ``after_s`` passes before a whole request is answered.
+    """
 
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
     rejected: int = 0
     hang_up: bool = False
+    after_s: float = 0.0
 
 
 @dataclass
@@ -162,6 +166,7 @@ def running(collector: Collector, port: int = 0, idle_timeout_s: float | None = 
             collector.spool_requests.append([batch.seq for batch in batches])
             if collector.whole or not collector.spools:
                 whole = collector.whole.pop(0) if collector.spools else Answer(404)
+                time.sleep(whole.after_s)
                 self.answer(whole.status, whole.headers, b"")
                 return
             assert self.headers["Content-Type"] == wire.SPOOL_TYPE

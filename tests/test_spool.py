@@ -191,7 +191,7 @@ def test_a_poisonous_record_is_put_aside_and_the_others_are_not(
         folder.close()
 
 
-@pytest.mark.parametrize("status", [404, 405, 501])
+@pytest.mark.parametrize("status", [404, 405, 415, 501])
 def test_a_stock_receiver_is_asked_once(status: int, tmp_path: Path) -> None:
     """One that does not know spools gets the requests it does know, and is not asked again at that address."""
     with running(Collector(spools=True, whole=[Answer(status)])) as collector:
@@ -211,14 +211,25 @@ def test_a_receiver_that_says_yes_to_everything_is_not_taken_for_ours(tmp_path: 
         folder.close()
 
 
-@pytest.mark.parametrize(("whole", "retried"), [(Answer(503), 1), (Answer(413), 0)])
+@pytest.mark.parametrize(("whole", "retried"), [(Answer(503), 1), (Answer(413), 0), (Answer(403), 0)])
 def test_a_whole_request_that_fails_costs_nothing(whole: Answer, retried: int, tmp_path: Path) -> None:
-    """Busy: all of it comes again. Refused: its records come one by one."""
+    """Busy: all of it comes again. Refused, or denied as a gateway does that does not know it: one by one."""
     with running(Collector(spools=True, whole=[whole])) as collector:
         folder = write(tmp_path, 3)
         counted = deliver(folder, collector)
         assert (counted.sent, counted.rejected, counted.retried) == (6, 0, retried)
         assert collector.spool_requests == [[1, 2, 3]] * (1 + retried)
+        folder.close()
+
+
+def test_records_that_take_too_long_together_come_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line on which a whole request takes longer than an answer is waited for still delivers, record by record."""
+    monkeypatch.setattr(spool, "POST_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(spool, "BACKOFF_S", (0.001, 0.002))
+    with running(Collector(spools=True, whole=[Answer(after_s=0.3)] * 9)) as collector:
+        folder = write(tmp_path, 3)
+        assert deliver(folder, collector).sent == 6
+        assert collector.spool_requests == [[1, 2, 3]]
         folder.close()
 
 

@@ -34,14 +34,14 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from prometheus_client.parser import text_string_to_metric_families
 
-from collectors import limits, otlp_http, server
+from collectors import intake, limits, otlp_http, server
 from collectors.decode import Decoder
 from collectors.payload import PayloadError, parse
 from collectors.writer import PATIENCE_S, Overloaded, Writer
 from collectors.writer import Batch as writer_batch
 from rlinsight import schema
 from rlinsight.store import query
-from rlinsight.wire import SPOOL_RECORDS, SPOOL_TYPE, Batch, read_outcomes, record
+from rlinsight.wire import DELIVER_S, SPOOL_RECORDS, SPOOL_TYPE, Batch, read_outcomes, record
 from tests.collectors.live import Collector, collector
 from tests.promises.support import log_request
 
@@ -210,6 +210,26 @@ def test_patient_batches_wait_for_others_and_an_impatient_one_takes_them_along()
     assert third.done()
     assert writer.stats.commits == 2
     writer.close()
+
+
+@pytest.mark.parametrize(("now", "last"), [(DELIVER_S * 7 + 0.1, True), (DELIVER_S * 7 + 1, False)])
+def test_records_out_of_turn_wait_for_each_other_alone(now: float, last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In turn all of a request may wait for others; else the last good one ends the wait of those before it."""
+    con = duckdb.connect()
+    schema.apply(con, Path(":memory:"))
+    columns, queued = schema.columns(con), []
+
+    class Queue(Writer):
+        def submit(self, batch: writer_batch) -> Any:
+            queued.append(batch)
+            return batch.done
+
+    monkeypatch.setattr(intake.time, "time", lambda: now)
+    payloads = [log_request([0]), log_request([1]), b"\xff"]
+    body = b"".join(record(Batch("logs", 1, payload), seq) for seq, payload in enumerate(payloads, start=1))
+    taken = intake.Intake(Decoder(columns), Queue(con, columns)).take_spool(body, "p")
+    assert [batch.patient for batch in queued] == [True, last]
+    assert [isinstance(accepted, PayloadError) for _, accepted in taken] == [False, False, True]
 
 
 @pytest.mark.slow
