@@ -40,6 +40,14 @@ def test_readme_asks_three_questions() -> None:
     assert len(re.findall(r"(?m)^-- .*\?", README)) == 3
 
 
+def test_questions_are_counted_right() -> None:
+    """README and changelog say how many questions docs/questions.md answers."""
+    questions = re.findall(r"(?m)^### \d+\. ", (ROOT / "docs" / "questions.md").read_text(encoding="utf-8"))
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"the query for {len(questions)} things" in README
+    assert f"docs/questions.md: {len(questions)} questions" in changelog
+
+
 @pytest.mark.parametrize("query", QUERIES)
 def test_documented_queries_run(query: str, empty_store: duckdb.DuckDBPyConnection) -> None:
     """Every query in the README and in --help names tables and columns that exist."""
