@@ -87,7 +87,6 @@ VALUES = _span("rl.values", "the critic's values of the sampled tokens before it
 ADVANTAGES = _span("rl.advantages", "rewards to advantages")
 TRAIN = _span("rl.train", "policy update: forward, backward, optimizer")
 SYNC = _span("rl.sync", "publish the new weights to the rollout engine")
-VALIDATE = _span("rl.validate", "measure the policy on data it is not trained on")
 VALIDATE = _span("rl.validation", "sample and score the validation prompts; root of a trace of its own")
 CHECKPOINT = _span("rl.checkpoint", "write a resumable checkpoint")
 RECORD = _span("rl.record", "write the step's metrics to the trace")
