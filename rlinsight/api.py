@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from rich.console import Console
 
 from rlinsight import launch
 from rlinsight.config import Config, load, parse
-from rlinsight.errors import ConfigError
+from rlinsight.errors import ConfigError, RlinsightError
 
 if TYPE_CHECKING:
     from core_trainer.controller import Controller
@@ -42,6 +43,10 @@ def train(
     changes to a file. ``resume`` goes on with the newest run of that name. ``controller`` is a subclass of
     ``core_trainer.controller.Controller`` with a loop of its own. Raises RlinsightError for what the user can act on.
     """
+    if threading.current_thread() is not threading.main_thread():
+        raise RlinsightError(
+            "train() heeds Ctrl-C, and Python hands signals to the main thread alone; call it there, or in a process"
+        )
     if isinstance(config, str | Path):
         config = load(Path(config), list(overrides))
     elif overrides:

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import yaml
 import rlinsight
 from core_trainer.job import Job, Reporter, RunSummary, StepReport
 from rlinsight import config, names
-from rlinsight.errors import ConfigError
+from rlinsight.errors import ConfigError, RlinsightError
 
 PAGE = (Path(__file__).parents[1] / "docs" / "training.md").read_text(encoding="utf-8")
 SNIPPET, MINE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -75,6 +76,13 @@ def test_what_cannot_train_is_refused_before_anything_starts(tmp_path: Path) -> 
         rlinsight.train(_tree(tmp_path, trainer={"total_step": 3}))
     with pytest.raises(ConfigError, match="does not exist"):
         rlinsight.train(tmp_path / "none.yaml")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_another_thread_than_the_main_one_is_refused(tmp_path: Path) -> None:
+    """It could not be stopped with a checkpoint; said before anything starts."""
+    with ThreadPoolExecutor() as pool, pytest.raises(RlinsightError, match="main thread"):
+        pool.submit(rlinsight.train, _tree(tmp_path), controller=Scripted).result()  # type: ignore[arg-type]
     assert not (tmp_path / "runs").exists()
 
 
