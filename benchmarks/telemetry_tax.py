@@ -2,8 +2,8 @@
 
     python benchmarks/telemetry_tax.py [--pairs 8] [--steps 12] [--config configs/quickstart.yaml] [--output FILE.md]
 
-On is text in full, token arrays, metrics and system metrics each second, and two endpoints scraped each second: more
-than the defaults. Off is ``telemetry.enabled=false``. Both arms train the same steps from the same seed; which of a
+On is everything at once, each at the pace a run has by default: text in full, token arrays, metrics, system metrics, and
+two endpoints scraped. Off is ``telemetry.enabled=false``. Both arms train the same steps from the same seed; which of a
 pair goes first alternates, so that a machine that warms up or slows down favours neither. The step times are those of
 the trainer's own progress report; the first two steps of a run warm up and are left out. The ratio is that of the
 pairs' median step times, with a bootstrap interval over pairs. Beside it, the part of the controller's and the
@@ -101,13 +101,12 @@ def settings(arm: str, place: Path, urls: list[str]) -> list[str]:
     """Overrides of one arm."""
     if arm == "off":
         return [f"telemetry.store={place / 'store.duckdb'}", "telemetry.enabled=false"]
-    targets = [{"name": f"engine-{index}", "url": url, "interval_s": 1} for index, url in enumerate(urls)]
+    targets = [{"name": f"engine-{index}", "url": url} for index, url in enumerate(urls)]
     return [
         f"telemetry.store={place / 'store.duckdb'}",
         "telemetry.text=full",
         "telemetry.token_arrays=true",
         "telemetry.system_metrics=true",
-        "telemetry.metrics_interval_s=1",
         f"telemetry.scrape={json.dumps(targets)}",
     ]
 
