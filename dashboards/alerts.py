@@ -42,10 +42,11 @@ def _stuck(opened: Frame) -> list[Alert]:
         usual = None if missing(span.usual_s) else float(span.usual_s)
         limit = max(10.0, 3 * usual) if usual is not None else 300.0
         if span.age_s > limit:
+            what = span.name if missing(span.method) else f"{span.name} {span.method}"
             where = f" on {span.lane}" if not missing(span.lane) else ""
             at = f" of step {span.step}" if not missing(span.step) else ""
             compare = f"; usually {duration(usual)}" if usual is not None else ""
-            found.append(Alert("bad", f"{span.name}{at}{where} has been open for {duration(span.age_s)}{compare}."))
+            found.append(Alert("bad", f"{what}{at}{where} has been open for {duration(span.age_s)}{compare}."))
     return found[:5]
 
 
@@ -89,6 +90,18 @@ def _training(recent: Frame) -> list[Alert]:
             lambda v: v > 0.01,
             "warn",
             lambda v: f"Rollout and training log-probs disagree: KL {number(v)} nat",
+        ),
+        (
+            "critic_explained_variance",
+            lambda v: v < 0,
+            "warn",
+            lambda v: f"The critic is worse than a constant: explained variance {number(v)}",
+        ),
+        (
+            "correction_rejected_token_fraction",
+            lambda v: v > 0.3,
+            "warn",
+            lambda v: f"Rollout correction rejects {percent(v)} of loss tokens",
         ),
     ]
     return [

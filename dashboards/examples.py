@@ -29,6 +29,13 @@ WHERE run_id = {run}
 ORDER BY step""",
     ),
     Example(
+        "Does it get better on data it is not trained on? Validations, and the best so far",
+        """SELECT dataset, metric, step, value, std_error, best, best_step
+FROM validation
+WHERE run_id = {run}
+ORDER BY dataset, metric, step""",
+    ),
+    Example(
         "Where did each step's time go, and what is unattributed?",
         """SELECT p.step, p.phase, sum(p.end_ns - p.start_ns) / 1e9 AS seconds,
        any_value(c.unattributed_s) AS step_unattributed_s, any_value(c.fraction) AS covered
@@ -54,7 +61,7 @@ LIMIT 100""",
        avg(reward) FILTER (finish_reason <> 'length') AS reward_finished,
        quantile_cont(response_tokens, [0.5, 0.9, 0.99]) AS length_quantiles
 FROM rollouts
-WHERE run_id = {run}
+WHERE run_id = {run} AND split = 'train'
 GROUP BY step
 ORDER BY step""",
     ),
@@ -75,6 +82,19 @@ ORDER BY abs(log_prob - old_log_prob) DESC
 LIMIT 50""",
     ),
     Example(
+        "What did the last update do? Means over tokens beside means over rollouts",
+        """SELECT quantity, token_mean, sequence_mean, rollouts, highest, highest_mean
+FROM update_diagnosis({run}, first_step := (SELECT max(step) FROM rollout_training WHERE run_id = {run}))
+ORDER BY quantity""",
+    ),
+    Example(
+        "Which groups were sampled and not learned from, and why?",
+        """SELECT step, reason, groups, share, rollouts, response_tokens, example
+FROM group_drops
+WHERE run_id = {run}
+ORDER BY step, reason""",
+    ),
+    Example(
         "Where in the response is the entropy? By tenth of its length",
         """SELECT step, tenth, avg(entropy) AS entropy, count(*) AS tokens
 FROM (SELECT step, entropy, ntile(10) OVER (PARTITION BY rollout_id, turn_index ORDER BY pos) AS tenth
@@ -88,7 +108,7 @@ ORDER BY step, tenth""",
         """SELECT step, rollout_id, (end_ns - quantile_cont(end_ns, 0.9) OVER (PARTITION BY step)) / 1e9 AS held_s,
        response_tokens, finish_reason
 FROM rollouts
-WHERE run_id = {run}
+WHERE run_id = {run} AND split = 'train'
 QUALIFY row_number() OVER (PARTITION BY step ORDER BY end_ns DESC) = 1
 ORDER BY held_s DESC
 LIMIT 50""",
@@ -97,7 +117,7 @@ LIMIT 50""",
         "Reward components: value by step and correlation with length",
         """SELECT r.step, w.component, avg(w.value) AS value, corr(w.value, r.response_tokens) AS corr_with_length
 FROM rewards w JOIN rollouts r USING (run_id, attempt, rollout_id)
-WHERE r.run_id = {run}
+WHERE r.run_id = {run} AND r.split = 'train'
 GROUP BY ALL
 ORDER BY r.step, w.component""",
     ),
@@ -105,7 +125,7 @@ ORDER BY r.step, w.component""",
         "Does staleness matter? Reward by policy versions behind",
         """SELECT staleness, count(*) AS rollouts, avg(reward) AS reward, avg(abs(advantage)) AS abs_advantage
 FROM rollouts
-WHERE run_id = {run}
+WHERE run_id = {run} AND split = 'train' AND step_trained IS NOT NULL
 GROUP BY staleness
 ORDER BY staleness""",
     ),

@@ -32,7 +32,7 @@ PHASE = {
     "sync": "#5f6caf",
     "checkpoint": "#b08968",
     "record": "#a3a9b5",
-    "eval": GREEN,
+    "validation": GREEN,
     "unattributed": "#d5dae1",
 }
 # Spans inside workers take the colour of the phase they serve.

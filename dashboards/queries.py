@@ -36,7 +36,30 @@ METRICS = [
     "ref_kl",
     "clip_fraction",
     "grad_norm",
+    "grad_norm_embeddings",
+    "grad_norm_attention",
+    "grad_norm_mlp",
+    "grad_norm_norms",
+    "grad_norm_head",
+    "grad_norm_value_head",
+    "grad_norm_lora",
+    "grad_norm_other",
     "weights_changed",
+    "kl_coef",
+    "kl_reward",
+    "sampling_rounds",
+    "correction_k3",
+    "correction_chi2_token",
+    "correction_chi2_sequence",
+    "correction_effective_sample_size",
+    "correction_weight_effective_sample_size",
+    "correction_weight_bounded_fraction",
+    "correction_rejected_token_fraction",
+    "correction_rejected_rollout_fraction",
+    "critic_value_loss",
+    "critic_explained_variance",
+    "critic_value_mean",
+    "critic_return_mean",
     "tokens_per_s",
     "generation_tokens_per_s",
 ]
@@ -51,6 +74,7 @@ def versions(read: Read, run_id: str) -> tuple[str, str]:
                     (SELECT count(*) FROM phases WHERE run_id = $run),
                     (SELECT count(*) FROM token_runs WHERE run_id = $run),
                     (SELECT count(*) FROM rollout_scores WHERE run_id = $run),
+                    (SELECT count(*) FROM evals WHERE run_id = $run),
                     (SELECT count(*) FROM rollout_training WHERE run_id = $run)) AS steps""",
         {"run": run_id},
     )
@@ -100,12 +124,21 @@ def health(read: Read, run_id: str) -> Frame:
 
 
 def open_spans(read: Read, run_id: str) -> Frame:
-    """Spans that began and have not ended, oldest first, beside the median seconds of finished spans of that name."""
+    """Spans that began and have not ended, oldest first, beside the median seconds of finished ones of that name.
+
+    Calls of workers are compared with those of their method.
+    """
     return read(
-        f"""SELECT o.name, o.phase, o.lane, o.rank, o.step, o.start_ns, o.age_s,
-                   (SELECT median((s.end_ns - s.start_ns) / 1e9)
-                    FROM otel_spans s LEFT JOIN lineage l USING (run_id, attempt)
-                    WHERE s.run_id = $run AND s.name = o.name AND {COUNTS}) AS usual_s
+        f"""SELECT o.name, o.phase, o.method, o.lane, o.rank, o.step, o.start_ns, o.age_s,
+                   CASE WHEN o.method IS NULL THEN
+                     (SELECT median((s.end_ns - s.start_ns) / 1e9)
+                      FROM otel_spans s LEFT JOIN lineage l USING (run_id, attempt)
+                      WHERE s.run_id = $run AND s.name = o.name AND {COUNTS})
+                   ELSE
+                     (SELECT median((s.end_ns - s.start_ns) / 1e9)
+                      FROM worker_calls s LEFT JOIN lineage l USING (run_id, attempt)
+                      WHERE s.run_id = $run AND s.method = o.method AND {COUNTS})
+                   END AS usual_s
             FROM open_spans o WHERE o.run_id = $run ORDER BY o.start_ns LIMIT 50""",
         {"run": run_id},
     )
@@ -136,12 +169,36 @@ def signals(read: Read, run_id: str) -> Frame:
     )
 
 
+def validation(read: Read, run_id: str) -> Frame:
+    """Metrics of each validation: dataset, metric, step (0 is before training), value, std_error over prompts."""
+    return read(
+        f"""WITH v AS (SELECT * FROM validation WHERE run_id = $run),
+                 w AS (SELECT greatest(1, ceil((max(step) - min(step) + 1) / {MAX_POINTS}))::BIGINT AS width FROM v)
+            SELECT dataset, metric, max(step) AS step, arg_max(value, step) AS value,
+                   arg_max(std_error, step) AS std_error
+            FROM v, w GROUP BY dataset, metric, step // width ORDER BY dataset, metric, step""",
+        {"run": run_id},
+    )
+
+
+def drops(read: Read, run_id: str) -> Frame:
+    """Groups a step sampled and did not learn from, by reason; in long runs the mean over several steps."""
+    return read(
+        f"""WITH d AS (SELECT * FROM group_drops WHERE run_id = $run),
+                 w AS (SELECT greatest(1, ceil((max(step) - min(step) + 1) / {MAX_POINTS}))::BIGINT AS width FROM d)
+            SELECT reason, max(step) AS step, sum(groups) / any_value(width) AS groups
+            FROM d, w GROUP BY reason, step // width ORDER BY reason, step""",
+        {"run": run_id},
+    )
+
+
 def components(read: Read, run_id: str) -> Frame:
-    """Mean of each reward component by step, before its weight."""
+    """Mean of each reward component by step over what was sampled to train on, before its weight."""
     return read(
         f"""WITH r AS (SELECT s.step, c.component, c.value FROM rewards c
                        JOIN rollout_samples s USING (run_id, attempt, rollout_id)
-                       LEFT JOIN lineage l USING (run_id, attempt) WHERE c.run_id = $run AND {COUNTS}),
+                       LEFT JOIN lineage l USING (run_id, attempt)
+                       WHERE c.run_id = $run AND s.split IS DISTINCT FROM 'eval' AND {COUNTS}),
                  w AS (SELECT greatest(1, ceil((max(step) - min(step) + 1) / {MAX_POINTS}))::BIGINT AS width FROM r)
             SELECT component, max(step) AS step, avg(value) AS value
             FROM r, w GROUP BY component, step // width ORDER BY component, step""",

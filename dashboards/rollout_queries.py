@@ -25,6 +25,7 @@ class RolloutFilter:
     finish: tuple[str, ...] = ()
     signal: tuple[str, ...] = ()
     source: tuple[str, ...] = ()
+    split: str | None = None
     text: str = ""
     group_id: str | None = None
 
@@ -33,7 +34,7 @@ class RolloutFilter:
         tests, params = ["r.run_id = $run"], {}
         bounds = [("r.step >= $first", "first", self.first), ("r.step <= $last", "last", self.last)]
         bounds += [("r.reward >= $low", "low", self.min_reward), ("r.reward <= $high", "high", self.max_reward)]
-        bounds += [("r.group_id = $group", "group", self.group_id)]
+        bounds += [("r.group_id = $group", "group", self.group_id), ("r.split = $split", "split", self.split)]
         for test, key, value in bounds:
             if value is not None:
                 tests.append(test)
@@ -108,10 +109,10 @@ def _texts(read: Read, run_id: str, found: Frame, length: int) -> Frame:
 
 
 def rollout_choices(read: Read, run_id: str) -> Frame:
-    """Values the filters offer: finish reasons, data sources, and the first and last step."""
+    """Values the filters offer: finish reasons, data sources, the first and last step, what the rollouts were for."""
     return read(
         """SELECT list_sort(list(DISTINCT finish_reason) FILTER (finish_reason IS NOT NULL)) AS finish,
-                  min(step) AS first, max(step) AS last,
+                  min(step) AS first, max(step) AS last, list(DISTINCT coalesce(split, 'train')) AS splits,
                   (SELECT list_sort(list(DISTINCT data_source) FILTER (data_source IS NOT NULL)) FROM group_prompts
                    WHERE run_id = $run) AS sources
            FROM rollout_samples WHERE run_id = $run""",
@@ -141,7 +142,7 @@ def tokens(read: Read, run_id: str, rollout_id: str, start: int, limit: int = MA
     """At most ``limit`` tokens of a rollout from position ``start``; ``total`` is how many it has."""
     return read(
         f"""SELECT turn_index, pos, token_id, piece, rollout_log_prob, old_log_prob, log_prob, ref_log_prob, entropy,
-                   advantage, in_loss, clipped, count(*) OVER () AS total
+                   advantage, weight, value, value_target, ratio, in_loss, clipped, count(*) OVER () AS total
             FROM tokens WHERE run_id = $run AND rollout_id = $rollout
             ORDER BY turn_index, pos LIMIT {int(limit)} OFFSET $start""",
         {"run": run_id, "rollout": rollout_id, "start": start},

@@ -37,6 +37,17 @@ CHANNELS = {
     ),
     "entropy": Channel("entropy", lambda t: t["entropy"], False, 0.5, "undecided"),
     "advantage": Channel("advantage", lambda t: t["advantage"], True, 0.5, "pushed down or up"),
+    "weight - 1": Channel(
+        "weight - 1", lambda t: t["weight"] - 1, True, 0.1, "rollout correction: counts less or more; -1 is rejected"
+    ),
+    "value": Channel("value", lambda t: t["value"], True, 0.1, "what the critic expected"),
+    "target - value": Channel(
+        "target - value",
+        lambda t: t["value_target"] - t["value"],
+        True,
+        0.1,
+        "worse or better than the critic expected",
+    ),
 }
 
 TIP = (
@@ -46,6 +57,10 @@ TIP = (
     ("ref", "ref_log_prob"),
     ("entropy", "entropy"),
     ("advantage", "advantage"),
+    ("weight", "weight"),
+    ("value", "value"),
+    ("target", "value_target"),
+    ("ratio", "ratio"),
 )
 
 
@@ -120,9 +135,8 @@ def _tip(row: dict) -> str:
     for label, column in TIP:
         if not missing(row[column]):
             chance = f"   p {number(math.exp(row[column]))}" if column.endswith("log_prob") else ""
-            lines.append(f"{label:<10}{row[column]:+.5f}{chance}")
-    if not missing(row["log_prob"]) and not missing(row["old_log_prob"]):
-        lines.append(f"{'ratio':<10}{math.exp(row['log_prob'] - row['old_log_prob']):.5f}")
+            sign = "" if column in ("weight", "ratio") else "+"
+            lines.append(f"{label:<10}{row[column]:{sign}.5f}{chance}")
     for label, column in (("in loss", "in_loss"), ("clipped", "clipped")):
         if not missing(row[column]):
             lines.append(f"{label:<10}{'yes' if row[column] else 'no'}")

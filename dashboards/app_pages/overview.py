@@ -88,6 +88,8 @@ def _curves(view: View, curves: Frame) -> None:
         curves,
         queries.signals(view.read, view.run_id),
         queries.components(view.read, view.run_id),
+        queries.validation(view.read, view.run_id),
+        queries.drops(view.read, view.run_id),
         [int(step) + 1 for step in resumed],
         state.step(),
     )
@@ -99,7 +101,7 @@ def _curves(view: View, curves: Frame) -> None:
         figure, key="curves", on_select="rerun", selection_mode="points", config={"displayModeBar": False}
     )
     points = event["selection"]["points"]
-    if points and int(points[0]["x"]) != state.step():
+    if points and int(points[0]["x"]) not in (0, state.step()):  # 0 is a validation before any step
         state.select("step", int(points[0]["x"]))
         st.rerun(scope="fragment")
 
@@ -136,7 +138,7 @@ def _open_now(opened: Frame, live: bool) -> None:
     st.markdown("#### Open now" if live else "#### Open when last heard of")
     shown = pd.DataFrame(
         {
-            "span": opened["name"],
+            "span": opened["name"].str.cat(opened["method"], sep=" ").fillna(opened["name"]),
             "lane": opened["lane"],
             "step": opened["step"],
             "open for": opened["age_s"].map(duration),

@@ -15,6 +15,7 @@ from dashboards.rollout_queries import RolloutFilter
 from dashboards.text import DASH, missing, number, percent, snippet
 
 PAGE = 50
+SPLITS = {"train": "training", "eval": "validation"}
 MARKERS = re.compile(r"<\|[^|>]*\|>(system|user|assistant)?")
 COLUMNS = {
     "step": st.column_config.NumberColumn("step", width=60),
@@ -53,21 +54,24 @@ def _first_page() -> None:
 def _filters(choices: Row) -> tuple[RolloutFilter, str]:
     bound = {"bind": "query-params", "on_change": _first_page}
     with st.container(horizontal=True, vertical_alignment="bottom", gap="small"):
-        text = st.text_input("Text", key="q", placeholder="in prompt or response", width=220, **bound)
-        first = st.number_input("From step", 0, value=None, step=1, key="from", width=105, **bound)
-        last = st.number_input("To step", 0, value=None, step=1, key="to", width=105, **bound)
-        low = st.number_input("Reward ≥", value=None, step=0.1, key="low", width=105, **bound)
-        high = st.number_input("Reward ≤", value=None, step=0.1, key="high", width=105, **bound)
+        text = st.text_input("Text", key="q", placeholder="in prompt or response", width=180, **bound)
+        first = st.number_input("From step", 0, value=None, step=1, key="from", width=100, **bound)
+        last = st.number_input("To step", 0, value=None, step=1, key="to", width=100, **bound)
+        low = st.number_input("Reward ≥", value=None, step=0.1, key="low", width=100, **bound)
+        high = st.number_input("Reward ≤", value=None, step=0.1, key="high", width=100, **bound)
         finish = st.multiselect("Finish", list(choices["finish"]), key="finish", width=150, placeholder="any", **bound)
         signal = st.multiselect(
-            "Group", list(SIGNAL_LABEL), format_func=SIGNAL_LABEL.__getitem__, key="signal", width=170,
+            "Group", list(SIGNAL_LABEL), format_func=SIGNAL_LABEL.__getitem__, key="signal", width=150,
             placeholder="any", **bound,
         )  # fmt: skip
         sources = [] if choices["sources"] is None else list(choices["sources"])
-        source = st.multiselect("Source", sources, key="source", width=190, placeholder="any", **bound)
-        sort = st.selectbox("Sort", list(rollout_queries.SORTS), key="sort", width=180, **bound)
+        source = st.multiselect("Source", sources, key="source", width=150, placeholder="any", **bound)
+        split = "train"
+        if "eval" in choices["splits"]:
+            split = st.selectbox("For", list(SPLITS), format_func=SPLITS.__getitem__, key="for", width=115, **bound)
+        sort = st.selectbox("Sort", list(rollout_queries.SORTS), key="sort", width=160, **bound)
     first, last = (None if step is None else int(step) for step in (first, last))
-    chosen = RolloutFilter(first, last, low, high, tuple(finish), tuple(signal), tuple(source), text or "")
+    chosen = RolloutFilter(first, last, low, high, tuple(finish), tuple(signal), tuple(source), str(split), text or "")
     return chosen, str(sort)
 
 

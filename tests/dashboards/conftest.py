@@ -19,13 +19,14 @@ RESUMED = "resumed-20251130-110000-bbbb"
 FAILED = "failed-20251130-100000-cccc"
 PRIVATE = "private-20251130-090000-dddd"
 BARE = "bare-20251130-080000-eeee"
+PPO = "ppo-20251130-060000-gggg"
 EMPTY = "setup-20251130-070000-ffff"
 HOUR = 3600 * 10**9
 
 
 @pytest.fixture(scope="session")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six runs: ordinary (newest), resumed, failed, without texts, without arrays, without a step."""
+    """Ordinary (newest), resumed, failed, without texts, without arrays, without a step, and PPO with validation."""
     path = tmp_path_factory.mktemp("dash") / "store.duckdb"
     now = time.time_ns()
     fill(
@@ -39,6 +40,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Run(PRIVATE, "private", steps=2, texts=False, start_ns=now - 5 * HOUR),
         Run(BARE, "bare", steps=2, arrays=False, dropped=40, start_ns=now - 6 * HOUR),
         Run(EMPTY, "setup", steps=0, status="failed", reason="model not found", start_ns=now - 7 * HOUR),
+        Run(PPO, "ppo", steps=8, groups=4, group_size=4, serving=True, ppo=True, start_ns=now - 8 * HOUR),
     )
     return path
 

@@ -6,7 +6,7 @@ import pytest
 from dashboards import alerts
 
 RUNNING = pd.Series({"status": "running", "reason": None})
-NOTHING = pd.DataFrame(columns=["name", "lane", "step", "age_s", "usual_s"])
+NOTHING = pd.DataFrame(columns=["name", "method", "lane", "step", "age_s", "usual_s"])
 
 
 def curves(**columns: float) -> pd.DataFrame:
@@ -25,6 +25,8 @@ def test_a_healthy_run_has_no_alert() -> None:
         reward_zero_variance_groups=0.3,
         clip_fraction=0.02,
         rollout_kl=1e-6,
+        critic_explained_variance=0.4,
+        correction_rejected_token_fraction=0.01,
     )
     assert texts(frame=healthy) == []
 
@@ -37,6 +39,8 @@ def test_a_healthy_run_has_no_alert() -> None:
         ("reward_zero_variance_groups", 0.95, "teach nothing"),
         ("clip_fraction", 0.5, "clipped"),
         ("rollout_kl", 0.2, "disagree"),
+        ("critic_explained_variance", -0.3, "worse than a constant"),
+        ("correction_rejected_token_fraction", 0.6, "rejects 60% of"),
     ],
 )
 def test_training_rules(metric: str, value: float, word: str) -> None:
@@ -56,6 +60,7 @@ def test_a_span_is_late_after_three_times_its_usual() -> None:
     opened = pd.DataFrame(
         {
             "name": ["rl.train", "rl.sample", "rl.setup", "rl.sync"],
+            "method": [None] * 4,
             "lane": ["controller"] * 4,
             "step": [4, 4, None, 4],
             "age_s": [40.0, 20.0, 200.0, 301.0],
@@ -64,6 +69,13 @@ def test_a_span_is_late_after_three_times_its_usual() -> None:
     )
     found = texts(opened=opened)
     assert ["rl.train" in found[0], "rl.sync" in found[1], len(found)] == [True, True, 2]
+
+
+def test_a_late_call_is_named_with_its_method() -> None:
+    """The name of the span alone would be that of every call."""
+    call = {"name": "rl.worker.call", "method": "update", "lane": "policy/1", "step": 4, "age_s": 40.0, "usual_s": 4.0}
+    (text,) = texts(opened=pd.DataFrame([call]))
+    assert text == "rl.worker.call update of step 4 on policy/1 has been open for 40.0 s; usually 4.0 s."
 
 
 def test_losses_and_holes_are_alerts() -> None:

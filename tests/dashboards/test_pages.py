@@ -7,7 +7,7 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 from rlinsight import store as stores
-from tests.dashboards.conftest import BARE, EMPTY, FAILED, MAIN, PRIVATE, RESUMED
+from tests.dashboards.conftest import BARE, EMPTY, FAILED, MAIN, PPO, PRIVATE, RESUMED
 
 PAGES = ["overview", "timeline", "rollouts", "sql"]
 Open = Callable[..., AppTest]
@@ -135,6 +135,15 @@ def test_durations_table_ends_with_the_whole_step(open_page: Open, store: Path) 
     assert "unattributed" in set(table["phase"])
     assert list(table.iloc[-1][["phase", "share"]]) == ["step", "100%"]
     assert "kl_coef is 0" in table.set_index("phase")["note"]["ref_log_probs"]
+
+
+def test_rollouts_of_validation_are_apart(open_page: Open, store: Path) -> None:
+    """Where a run validated, training is shown until validation is chosen; where not, there is no choice."""
+    app = open_page(store, "rollouts", run=PPO)
+    assert "**128** rollouts" in html(app)
+    app.selectbox(key="for").set_value("eval").run()
+    assert "**4** rollouts" in html(app)
+    assert not [box for box in open_page(store, "rollouts", run=MAIN).selectbox if box.key == "for"]
 
 
 def test_rollout_filters_from_the_link(open_page: Open, store: Path) -> None:

@@ -14,7 +14,7 @@ from dashboards import examples, queries, rollout_queries
 from dashboards.reader import read_now
 from dashboards.rollout_queries import RolloutFilter
 from rlinsight import store as stores
-from tests.dashboards.conftest import BARE, EMPTY, FAILED, MAIN, PRIVATE, RESUMED
+from tests.dashboards.conftest import BARE, EMPTY, FAILED, MAIN, PPO, PRIVATE, RESUMED
 from tests.synthetic import Run, fill
 
 
@@ -32,7 +32,7 @@ def all_questions(read: queries.Read, run: str) -> None:
     queries.versions(read, run)
     for ask in (
         queries.run_facts, queries.attempts, queries.linkage, queries.health, queries.open_spans, queries.curves,
-        queries.signals, queries.components, rollout_queries.rollout_choices,
+        queries.signals, queries.components, queries.validation, queries.drops, rollout_queries.rollout_choices,
     ):  # fmt: skip
         ask(read, run)
     for ask in (queries.phase_seconds, queries.step_walls, queries.spans, queries.span_totals):
@@ -49,7 +49,7 @@ def test_every_question_has_an_answer_for_every_kind_of_run(read: queries.Read, 
 
 def test_runs_are_newest_first(read: queries.Read) -> None:
     """The selector's order is by start."""
-    assert list(queries.runs(read)["run_id"]) == [MAIN, RESUMED, FAILED, PRIVATE, BARE, EMPTY]
+    assert list(queries.runs(read)["run_id"]) == [MAIN, RESUMED, FAILED, PRIVATE, BARE, EMPTY, PPO]
 
 
 def test_long_runs_are_averaged_into_the_asked_number_of_points(read: queries.Read) -> None:
@@ -94,6 +94,54 @@ def test_an_open_span_is_compared_with_spans_that_count(tmp_path: Path) -> None:
     opened = queries.open_spans(read_now(path), "r").set_index("name")
     seconds = one(path, "SELECT (end_ns - start_ns) / 1e9 FROM steps WHERE step = 1")
     assert opened["usual_s"]["rl.loop"] == pytest.approx(seconds, abs=1e-9)
+
+
+def test_an_open_call_is_compared_with_calls_of_its_method(tmp_path: Path) -> None:
+    """In the open step both ranks generate and rank 0 updates: each is measured by its own method's calls."""
+    path = tmp_path / "store.duckdb"
+    faults = {"faults": ("missing_rank",), "replicas": 2, "status": None}
+    fill(path, Run("r", "r", steps=3, groups=2, group_size=2, **faults))
+    opened = queries.open_spans(read_now(path), "r")
+    found = opened[opened["name"] == "rl.worker.call"].drop_duplicates("method").set_index("method")["usual_s"]
+    assert set(found.index) == {"generate", "update"}
+    for method, usual in found.items():
+        sql = f"SELECT median((end_ns - start_ns) / 1e9) FROM worker_calls WHERE method = '{method}'"
+        assert usual == pytest.approx(one(path, sql), abs=1e-9)
+    assert found["generate"] > 1.5 * found["update"], "8 s and 4 s"
+
+
+def test_validations_and_dropped_groups(store: Path, read: queries.Read) -> None:
+    """Four validations of two metrics with their errors; groups of equal rewards, in the steps that had some."""
+    found = queries.validation(read, PPO)
+    assert list(found["metric"].unique()) == ["mean@4", "pass@4"]
+    assert list(found[found["metric"] == "mean@4"]["step"]) == [2, 4, 6, 8]
+    assert (found["std_error"] > 0).all()
+    drops = queries.drops(read, PPO)
+    same = f"SELECT count(*) FROM groups WHERE run_id = '{PPO}' AND zero_variance"
+    assert drops["groups"].sum() == one(store, same) > 0
+    assert set(drops["reason"]) == {"zero_variance"}
+    assert queries.validation(read, MAIN).empty
+    assert queries.drops(read, MAIN).empty
+
+
+def test_what_is_for_training_leaves_validation_out(tmp_path: Path) -> None:
+    """A rollout of a validation with a reward of its own is in no component's mean and no list but its own."""
+    path = tmp_path / "store.duckdb"
+    fill(path, Run("r", "r", steps=2, groups=2, group_size=2, serving=True))
+    read = read_now(path)
+    before = queries.components(read, "r")
+    with duckdb.connect(str(path)) as con:
+        con.execute(
+            "INSERT INTO rewards BY NAME SELECT run_id, attempt, rollout_id, 'numeric' AS component, 99.0 AS value "
+            "FROM rollout_samples WHERE split = 'eval'"
+        )
+    pd.testing.assert_frame_equal(queries.components(read, "r"), before)
+    counts = {
+        split: rollout_queries.rollout_counts(read, "r", RolloutFilter(split=split))["n"][0]
+        for split in ("train", "eval", None)
+    }
+    assert counts == {"train": 8, "eval": 1, None: 9}
+    assert sorted(rollout_queries.rollout_choices(read, "r")["splits"][0]) == ["eval", "train"]
 
 
 def test_spans_are_capped_longest_first_and_the_total_is_told(read: queries.Read) -> None:
