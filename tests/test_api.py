@@ -99,6 +99,7 @@ def test_yaml_on_the_page_is_valid(block: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # two runs, each of which starts a Ray of its own
 def test_the_page_s_snippet_and_settings_train_in_one_process(tmp_path: Path, tiny_model: Path) -> None:
     """GRPO as it stands there, then PPO with every setting of the page, on the tiny model; both are in the store."""
     (tmp_path / "mine.py").write_text(MINE.removeprefix("# mine.py\n"))
@@ -127,7 +128,7 @@ def test_the_page_s_snippet_and_settings_train_in_one_process(tmp_path: Path, ti
         "parts = query('select distinct component from rewards order by 1', store=run.store).to_pylist()\n"
         "print(json.dumps([run.rewards, second.rewards, found, evals, parts, str(second.checkpoint)]))\n"
     )
-    done = subprocess.run([sys.executable, script], cwd=tmp_path, text=True, capture_output=True, timeout=280)
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, text=True, capture_output=True, timeout=580)
     assert done.returncode == 0, done.stdout + done.stderr
     first, second, runs, evals, parts, checkpoint = json.loads(done.stdout.splitlines()[-1])
     assert (len(first), len(second)) == (2, 3)
