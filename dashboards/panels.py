@@ -248,7 +248,8 @@ def _drops(drops: Frame):
 def _lines(*of: tuple[str, str, str], form=number, log: bool = False):
     """Lines of (column, label, colour), those that hold numbers; shares have an axis in percent.
 
-    ``form`` None leaves the latest values out of the title. A log axis leaves out what is not above 0.
+    ``form`` None leaves the latest values out of the title. ``log`` leaves out what is not above 0, and makes the axis
+    logarithmic where values span more than one and a half decades: with less its ticks cannot be read.
     """
 
     def draw(figure, curves, at) -> str:
@@ -260,8 +261,8 @@ def _lines(*of: tuple[str, str, str], form=number, log: bool = False):
                 parts.append(_said(f"{label} {reading}" if form else label, colour))
         if log:
             drawn = curves[[column for column, _, _ in of]].where(lambda values: values > 0).stack()
-            ticks = 1 if len(drawn) and drawn.max() > 30 * drawn.min() else "D2"  # decades, or 1, 2 and 5
-            figure.update_yaxes(type="log", exponentformat="power", dtick=ticks, **at)
+            if len(drawn) and drawn.max() > 30 * drawn.min():
+                figure.update_yaxes(type="log", exponentformat="power", dtick=1, **at)
         elif form is percent:
             figure.update_yaxes(tickformat=".0%", rangemode="tozero", **at)
         return " · ".join(parts)

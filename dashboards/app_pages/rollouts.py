@@ -15,7 +15,7 @@ from dashboards.rollout_queries import RolloutFilter
 from dashboards.text import DASH, missing, number, percent, snippet
 
 PAGE = 50
-SPLITS = {"train": "training", "eval": "validation"}
+SPLITS = {"train": "training", "eval": "evaluation"}
 MARKERS = re.compile(r"<\|[^|>]*\|>(system|user|assistant)?")
 COLUMNS = {
     "step": st.column_config.NumberColumn("step", width=60),
