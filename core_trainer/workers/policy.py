@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -17,11 +18,12 @@ from torch import Tensor
 
 from core_trainer import attention, checkpoint, lora, models, value_model
 from core_trainer.algorithms import kl, policy_losses, registry
+from core_trainer.algorithms.numerics import fill
 from core_trainer.batching import PackedBatch, TrainSample, micro_batches, pack
 from core_trainer.forward import checkpoint_layers, sample_log_probs, sample_scores, scores
 from core_trainer.job import Job
 from core_trainer.metrics import TokenStats, token_stats
-from core_trainer.optimizer import MasterOptimizer, OptimizerStats
+from core_trainer.optimizer import MasterOptimizer, OptimizerStats, step_together
 from core_trainer.rollout.build import build_engine
 from core_trainer.rollout.sample import Group, sample_rollouts
 from core_trainer.types import Rollout, SamplingParams
@@ -50,7 +52,10 @@ class PolicyWorker(Worker):
         self.temperature = config.rollout.temperature
         self.micro_batch_tokens = config.trainer.micro_batch_tokens
         self.model_name = config.model.source
+        critic = config.algorithm.model_critic
+        self.first_step = 1 if critic is None else critic.warmup_steps + 1  # that trains the policy
         self.policy_version = 0
+        self.synced: int | None = None  # policy_version of the weights the rollout engine has
         self.head: ValueHead | None = None  # of a critic that shares this model
 
     def start(self, model_dir: Path, resume: Path | None, port: int | None) -> None:
@@ -64,6 +69,7 @@ class PolicyWorker(Worker):
             self._load(self.config, model_dir, resume)
 
     def _load(self, config: Config, model_dir: Path, resume: Path | None) -> None:
+        self.model_dir = model_dir
         self.model, self.optimizer, self.policy_version = checkpoint.load_policy(
             config.model, config.trainer, model_dir, resume, config.run.seed
         )
@@ -71,9 +77,8 @@ class PolicyWorker(Worker):
         if config.trainer.gradient_checkpointing:
             checkpoint_layers(self.model)
         if isinstance(config.algorithm.critic, SharedCritic):
-            self._load_value_head(resume / CRITIC if resume else None)
+            self._load_value_head(config.algorithm.critic, resume / CRITIC if resume else None)
         self.tokenizer = models.load_tokenizer(model_dir)
-        self.model_dir = model_dir
         merge = config.model.lora is None or config.model.lora.sync == "merged"
         longest = config.rollout.max_new_tokens
         if config.validation is not None:
@@ -81,14 +86,15 @@ class PolicyWorker(Worker):
         rollout = config.rollout.model_copy(update={"max_new_tokens": longest})
         self.engine = build_engine(rollout, config.data, self.model, self.tokenizer, model_dir, merge)
 
-    def _load_value_head(self, resume: Path | None) -> None:
+    def _load_value_head(self, section: SharedCritic, resume: Path | None) -> None:
         """A head on the policy's hidden states. It has an optimizer of its own, so that its gradient's size does not
-        decide how far the policy's is clipped.
+        decide how far the policy's is clipped, and it may learn faster than the backbone.
         """
         width = self.model.config.hidden_size
         self.head = value_model.load_head(resume or self.model_dir, width, None if resume else self.config.run.seed)
         self.head.to(self.model.device)
-        self.head_optimizer = MasterOptimizer(self.head, self.config.trainer, torch.float32)
+        trainer = self.config.trainer.model_copy(update={"learning_rate": section.learning_rate})
+        self.head_optimizer = MasterOptimizer(self.head, trainer, torch.float32)
         if resume is not None:
             checkpoint.load_optimizer(resume, self.head_optimizer)
 
@@ -161,14 +167,14 @@ class PolicyWorker(Worker):
         # Importance weights correct the policy gradient; entropy and KL are of the policy as it is.
         importance = batch.gather("weights") if batch.samples[0].weights is not None else None
         policy_loss = total = (token.loss * weights * (1 if importance is None else importance)).sum()
-        entropy_loss = (entropy * weights).sum()
+        entropy_loss = (fill(mask, entropy)[0] * weights).sum()
         if section.entropy_coef:
             total = total - section.entropy_coef * entropy_loss
         ref, kl_loss = None, torch.zeros(())
         if section.kl is not None:
             ref = batch.gather("ref_log_probs")
             if section.kl.where == "loss":
-                kl_loss = (kl.estimate(section.kl.estimator, current, ref) * weights).sum()
+                kl_loss = (kl.estimate(section.kl.estimator, *fill(mask, current, ref)) * weights).sum()
                 total = total + kl_coef * kl_loss
         if values is not None and isinstance(section.critic, SharedCritic):
             value_loss, value_stats = value_model.weighted_value_loss(values, batch, section.critic.clip)
@@ -224,14 +230,17 @@ class PolicyWorker(Worker):
     def optim_step(self, step: int) -> OptimizerStats:
         """Sum gradients over ranks, clip, update. The rollout engine keeps the old weights until ``sync_weights``."""
         with telemetry.span(names.OPTIMIZER, {names.BUCKET: "productive"}):
-            stats = self.optimizer.step(step)
-            if self.head is not None:
-                self.head_optimizer.step(step)
+            optimizers = [self.optimizer] if self.head is None else [self.optimizer, self.head_optimizer]
+            stats, *head = step_together(optimizers, step, self.first_step)
+            if head:
+                stats = replace(stats, grad_norms=stats.grad_norms | {"value_head": head[0].grad_norm})
         self.policy_version += 1
         return stats
 
     def sync_weights(self) -> None:
-        """Publish the current weights to the rollout engine."""
+        """Publish the current weights to the rollout engine, unless it has them."""
+        if self.policy_version == self.synced:
+            return
         attributes = {
             names.POLICY_VERSION: self.policy_version,
             names.ENGINE: self.engine.name,
@@ -241,6 +250,7 @@ class PolicyWorker(Worker):
         with telemetry.span(names.WEIGHT_SYNC, attributes) as span:
             synced = self.engine.sync_weights(self.policy_version)
             span.set({names.BYTES: synced.moved, names.REFRESHED_BYTES: synced.refreshed})
+        self.synced = self.policy_version
 
     def version(self) -> int:
         """Optimizer steps applied to the weights."""

@@ -1,0 +1,176 @@
+"""Whole runs of the real workers in this process instead of Ray's: a stop and a resume change nothing, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from core_trainer import checkpoint, cluster, controller
+from core_trainer.job import Job, RunSummary, StepReport
+from core_trainer.workers.base import Place
+from rlinsight import config, names, telemetry
+from rlinsight.errors import CheckpointError, ConfigError
+
+pytestmark = pytest.mark.slow  # seconds each: a model is trained
+
+
+class Group:
+    """A worker group of one, called directly."""
+
+    world_size = 1
+    started: ClassVar[list[str]] = []
+
+    def __init__(self, worker: Any, role: str, world_size: int, *args: Any, num_gpus: float = 0) -> None:
+        self.worker = worker(Place(role, 0, 1), *args)
+        Group.started.append(role)
+
+    def call(self, method: str, *args: Any, step: int | None = None) -> list[Any]:
+        torch.set_num_threads(1)
+        return [getattr(self.worker, method)(*args)]
+
+    def scatter(self, method: str, parts: Sequence[Any], *args: Any, step: int | None = None) -> list[Any]:
+        return self.call(method, parts[0], *args)
+
+    def call_rank(self, rank: int, method: str, *args: Any) -> Any:
+        return self.call(method, *args)[0]
+
+    def split(self, items: Sequence[Any]) -> list[Sequence[Any]]:
+        return [items]
+
+    def split_groups(self, samples: Sequence[Any]) -> list[Sequence[Any]]:
+        return [samples]
+
+    def close(self, timeout_s: float) -> None:
+        self.worker.close()
+
+
+class Watcher:
+    """A reporter that remembers what is no speed, and asks for a stop after a step."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.stop_after = stop_after
+        self.steps: list[dict[str, float | None]] = []
+
+    def stage(self, text: str) -> None:
+        """Nobody watches."""
+
+    def step(self, report: StepReport) -> None:
+        self.steps.append({name: v for name, v in report.metrics.items() if not name.startswith("perf/")})
+
+    def stop_requested(self) -> bool:
+        return self.stop_after is not None and len(self.steps) >= self.stop_after
+
+
+@pytest.fixture(autouse=True)
+def _one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(cluster, "WorkerGroup", Group)
+    monkeypatch.setattr(cluster.Cluster, "_start_ray", lambda self: None)
+    monkeypatch.setattr(Group, "started", [])
+    yield
+    telemetry.shutdown(0)
+
+
+def train(path: Path, source: Path, watcher: Watcher, resume: Path | None = None, **sections: Any) -> RunSummary:
+    """Shorter responses are better; three steps of four prompts."""
+    data = path / "sums.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{a} + {b}?"}) + "\n" for a in range(5) for b in range(4)))
+    tree: dict[str, Any] = {
+        "model": {"source": str(source), "compute_dtype": "float32"},
+        "data": {"train": str(data)},
+        "reward": {"functions": [{"type": "length", "target": 1, "max": 8}]},
+        "rollout": {"group_size": 2, "max_new_tokens": 8},
+        "trainer": {"total_steps": 3, "prompts_per_step": 4, "learning_rate": 1e-3},
+        "telemetry": {"enabled": False},
+    }
+    for name, section in sections.items():
+        tree[name] = {**tree.get(name, {}), **section}
+    job = Job(run_id="r", attempt=1, run_dir=path, spool_dir=path / "spool", collector=None, resume=resume)
+    return controller.run(config.parse(tree), job, watcher)
+
+
+VALIDATION = {"datasets": [{"source": "reasoning_gym:chain_sum", "size": 2}], "every": 1, "max_new_tokens": 4}
+RUNS: dict[str, dict[str, Any]] = {
+    "ppo": {
+        "algorithm": {
+            "name": "ppo",
+            "num_mini_batches": 2,
+            "kl": {"controller": {"type": "adaptive", "target": 1e-3, "horizon": 8}},
+            "critic": {"type": "model", "warmup_steps": 1},
+        },
+        "validation": VALIDATION,
+    },
+    "shared critic": {"algorithm": {"name": "ppo", "critic": {"type": "shared"}, "num_epochs": 2}},
+    "adapters": {
+        "algorithm": {"kl": {"coef": 0.1}},
+        "model": {"lora": {"rank": 4}},
+        "trainer": {"learning_rate": 1e-2},
+    },
+    "dapo with correction": {
+        "algorithm": {
+            "name": "dapo",
+            "shaping": {"dynamic_sampling": {"max_rounds": 2}, "overlong": {"buffer": 4}},
+            "correction": {"importance": {"level": "sequence"}, "rejection": {"high": 1.0}},
+        }
+    },
+    "remax": {"algorithm": {"name": "remax"}},
+    "token baseline": {"algorithm": {"advantage": {"type": "optimal_token_baseline"}, "policy_loss": {"type": "sapo"}}},
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_stop_and_a_resume_equal_one_go(tmp_path: Path, tiny_model: Path, name: str) -> None:
+    """Every metric of every step, every tensor of the last checkpoint, and the controller's state."""
+    whole, first, second = Watcher(), Watcher(stop_after=1), Watcher()
+    for part in ("whole", "cut"):
+        (tmp_path / part).mkdir()
+    done = train(tmp_path / "whole", tiny_model, whole, **RUNS[name])
+    cut = train(tmp_path / "cut", tiny_model, first, **RUNS[name])
+    assert (cut.status, cut.step) == ("interrupted", 1)
+    resumed = train(tmp_path / "cut", tiny_model, second, resume=cut.checkpoint, **RUNS[name])
+    assert len(whole.steps) == 3
+    assert (whole.steps[-1][names.M_GRAD_NORM] or 0) > 1e-3
+    assert first.steps + second.steps == whole.steps
+    assert done.checkpoint is not None
+    assert resumed.checkpoint is not None
+    states = [checkpoint.read_state(path) for path in (done.checkpoint, resumed.checkpoint)]
+    assert states[0] == states[1]
+    files = sorted(path.relative_to(done.checkpoint) for path in done.checkpoint.rglob("*.safetensors"))
+    assert files == sorted(path.relative_to(resumed.checkpoint) for path in resumed.checkpoint.rglob("*.safetensors"))
+    for file in files:
+        mine, theirs = load_file(done.checkpoint / file), load_file(resumed.checkpoint / file)
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[key], theirs[key]) for key in mine), file
+    stored = {file.as_posix() for file in files}
+    assert ("critic/value_head.safetensors" in stored) == (name in ("ppo", "shared critic"))
+    assert ("adapter_model.safetensors" in stored) == (name == "adapters")
+    assert ("reference" in Group.started) == (name in ("ppo", "shared critic", "remax"))
+
+
+def test_a_checkpoint_of_another_algorithm_is_refused(tmp_path: Path, tiny_model: Path) -> None:
+    """By name, before any worker starts, as are another critic, adapters and a plugin's wrong option."""
+    done = train(tmp_path, tiny_model, Watcher(), trainer={"total_steps": 1})
+    started = len(Group.started)
+    for sections, message in (
+        ({"algorithm": {"name": "rloo"}}, 'algorithm is "grpo" there and "rloo" in this run'),
+        ({"algorithm": {"name": "ppo"}}, 'critic is null there and "model" in this run'),
+        ({"model": {"lora": {"rank": 4}}}, "lora.rank is null there and 4 in this run"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            train(tmp_path, tiny_model, Watcher(), resume=done.checkpoint, **sections)
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(
+        "from core_trainer.algorithms.registry import advantage\n"
+        "@advantage('of_train_loop')\n"
+        "def mine(rewards, *, scale: float = 1.0):\n"
+        "    return scale * rewards\n"
+    )
+    algorithm = {"plugins": [str(plugin)], "advantage": {"type": "of_train_loop", "scal": 2.0}}
+    with pytest.raises(ConfigError, match="no option 'scal'; did you mean 'scale'"):
+        train(tmp_path, tiny_model, Watcher(), algorithm=algorithm)
+    assert len(Group.started) == started
