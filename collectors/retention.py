@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 LIVE_S = 3600.0
 CHECKPOINT_BYTES = 256 * 1024**2  # what a checkpoint may write anew of row groups that are partly removed
+PIECE_ROWS = 100_000  # of no run, removed in one transaction: ingest waits for no more than that
 DAY_NS = 86_400 * 10**9
 MAX_DAYS = 100_000  # times DAY_NS fits 64 bits
 
@@ -138,8 +139,8 @@ def sweep(
             removed.append(done)
     if keep.days is not None:
         cutoff_ns = time.time_ns() - int(keep.days * DAY_NS)
-        done = write(lambda con: _remove_of_no_run(con, cutoff_ns))
-        removed += [done] if done is not None else []
+        while (done := write(lambda con: _remove_of_no_run(con, cutoff_ns))) is not None:
+            removed.append(done)
     if removed:
         checkpoint()
     return removed
@@ -186,10 +187,12 @@ def _delete_run(con: duckdb.DuckDBPyConnection, run: Pruned) -> Pruned | None:
 
 
 def _remove_of_no_run(con: duckdb.DuckDBPyConnection, cutoff_ns: int) -> Pruned | None:
-    """Remove raw rows of no run that came in before; None when there are none."""
-
+    """Remove raw rows of no run that came in before, PIECE_ROWS at most; None when there are none."""
+    rows = 0
     with transaction(con):
-        rows = sum(_deleted(con, f"{table} WHERE run_id IS NULL AND ingest_ns < ?", cutoff_ns) for table in RAW)
+        for table in RAW:
+            old = f"SELECT rowid FROM {table} WHERE run_id IS NULL AND ingest_ns < ? LIMIT {PIECE_ROWS - rows}"
+            rows += _deleted(con, f"{table} WHERE rowid IN ({old})", cutoff_ns)
         return _log(con, Pruned(None, "age", cutoff_ns, None, rows), None) if rows else None
 
 

@@ -182,6 +182,26 @@ def test_rows_of_no_run_go_by_age(store):
     assert left > time.time_ns() - 2 * DAY
 
 
+def test_rows_of_no_run_go_in_pieces(store, monkeypatch):
+    """Two rows a transaction, over all tables, each with its line in the log; what is young stays."""
+    monkeypatch.setattr(retention, "PIECE_ROWS", 2)
+    old, now = time.time_ns() - 40 * DAY, time.time_ns()
+    with duckdb.connect(str(store)) as con:
+        for ns in (old, old, old, now):
+            values = ["t", "s", "x", 1, 2, "b", ns]
+            con.execute(
+                "INSERT INTO otel_spans (trace_id, span_id, name, start_ns, end_ns, batch_id, ingest_ns) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?)", values,
+            )  # fmt: skip
+            con.execute("INSERT INTO otel_logs (item, batch_id, ingest_ns) VALUES (0, 'b', ?)", [ns])
+    removed = prune(store, Keep(days=30), dry_run=False)
+    assert [run.rows for run in removed if run.run_id is None] == [2, 2, 2]
+    with duckdb.connect(str(store), read_only=True) as con:
+        left = "SELECT ingest_ns FROM otel_spans WHERE run_id IS NULL UNION ALL SELECT ingest_ns FROM otel_logs "
+        assert con.execute(left + "WHERE run_id IS NULL").fetchall() == [(now,), (now,)]
+        assert con.execute("SELECT rows FROM retention_log WHERE run_id IS NULL").fetchall() == [(2,), (2,), (2,)]
+
+
 def test_a_store_that_is_not_there_is_not_made(tmp_path):
     """Pruning nothing is an error that names the file."""
     with pytest.raises(StoreError, match="no store"):

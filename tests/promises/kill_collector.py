@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pyarrow.dataset  # noqa: F401  duckdb imports it at its first Arrow insert
 
-from collectors import process, writer
+from collectors import process
 from rlinsight.store import endpoint_path, read_endpoint
 from tests.promises.support import wait_for_commits
 
@@ -27,7 +27,6 @@ STARTING = 0.1  # share of kills that do not wait for the collector to answer
 
 def main() -> None:
     store, points, random_ = Path(sys.argv[1]), int(sys.argv[2]), random.Random(int(sys.argv[3]))
-    writer.PATIENCE_S = 0.0  # commits as often as it can, so that kills meet them
     for point in range(points):
         pid = os.fork()
         if pid == 0:
@@ -37,7 +36,7 @@ def main() -> None:
         while not starting and not _answers(store, pid):
             ended, status = os.waitpid(pid, os.WNOHANG)
             assert not ended, f"collector {point} could not start: status {status}"
-            time.sleep(0.002)
+            time.sleep(0.01)  # each look takes a tenth of it from the start it waits for
         if not starting:
             wait_for_commits(store, random_.randint(0, 4))
         time.sleep(random_.uniform(0, START_S if starting else WINDOW_S))
