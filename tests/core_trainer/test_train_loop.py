@@ -77,13 +77,14 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def train(path: Path, source: Path, watcher: Watcher, resume: Path | None = None, **sections: Any) -> RunSummary:
-    """Shorter responses are better; three steps of four prompts."""
+    """More different letters are better; three steps of four prompts."""
+    (path / "reward.py").write_text("def letters(prompt, response, answer):\n    return len(set(response)) / 16\n")
     data = path / "sums.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"{a} + {b}?"}) + "\n" for a in range(5) for b in range(4)))
     tree: dict[str, Any] = {
         "model": {"source": str(source), "compute_dtype": "float32"},
         "data": {"train": str(data)},
-        "reward": {"functions": [{"type": "length", "target": 1, "max": 8}]},
+        "reward": {"functions": [{"type": "function", "function": f"{path / 'reward.py'}:letters"}]},
         "rollout": {"group_size": 2, "max_new_tokens": 8},
         "trainer": {"total_steps": 3, "prompts_per_step": 4, "learning_rate": 1e-3},
         "telemetry": {"enabled": False},
