@@ -16,6 +16,7 @@ from torch import Tensor
 
 from core_trainer.algorithms import advantages as functions
 from core_trainer.algorithms import correction, kl, registry
+from core_trainer.algorithms.numerics import fill
 from core_trainer.batching import TrainSample
 from rlinsight import names
 from rlinsight.config.algorithm import AlgorithmSection, CorrectionSection
@@ -37,12 +38,19 @@ def check_algorithm(algorithm: AlgorithmSection) -> None:
     for. Raises ConfigError.
     """
     registry.load_plugins(algorithm.plugins)
-    filters = [("group_filter", section) for section in algorithm.shaping.group_filters]
-    for kind, section in (("advantage", algorithm.advantage), ("policy_loss", algorithm.policy_loss), *filters):
+    named = [("advantage", algorithm.advantage), ("policy_loss", algorithm.policy_loss)]
+    named += [("group_filter", section) for section in algorithm.shaping.group_filters]
+    estimators = [algorithm.kl.estimator.removesuffix("+")] if algorithm.kl is not None else []
+    if algorithm.correction is not None and algorithm.correction.importance is not None:
+        named.append(("importance", algorithm.correction.importance.treatment))
+    if algorithm.correction is not None and algorithm.correction.rejection is not None:
+        estimators.append(algorithm.correction.rejection.estimator)
+    for kind, section in named:
         registry.find(kind, section.type).resolve(section.model_dump(exclude={"type"}))
-    registry.find("aggregation", algorithm.aggregation)
-    if algorithm.kl is not None:
-        registry.find("kl_estimator", algorithm.kl.estimator.removesuffix("+"))
+    for estimator in estimators:
+        registry.find("kl_estimator", estimator)
+    aggregation = registry.find("aggregation", algorithm.aggregation)
+    aggregation.resolve({"length": 1} if "length" in aggregation.options else {})
     name, wanted = algorithm.advantage.type, registry.find("advantage", algorithm.advantage.type).inputs
     if "values" in wanted and algorithm.critic is None:
         raise ConfigError(f"algorithm.advantage {name} asks for values; set critic: {{type: model}}")
@@ -84,8 +92,15 @@ def correct(samples: Sequence[TrainSample], section: CorrectionSection) -> dict[
     measured = correction.mismatch(old, rollout, mask)
     weights, kept = torch.ones_like(old), mask
     if section.importance is not None:
+        importance = section.importance
         weights, found = correction.importance_weights(
-            old, rollout, mask, **section.importance.model_dump(exclude_none=True)
+            old,
+            rollout,
+            mask,
+            level=importance.level,
+            treatment=importance.treatment.type,
+            normalize=importance.normalize,
+            **importance.treatment.model_dump(exclude={"type"}),
         )
         measured |= found
     if section.rejection is not None:
@@ -106,8 +121,8 @@ def _inputs(
     token_rewards[torch.arange(len(samples)), _last_tokens(samples)] = rewards.rewards
     metrics: dict[str, float | None] = {}
     if algorithm.kl is not None and algorithm.kl.where == "reward":
-        old, ref = _padded(samples, "old_log_probs"), _padded(samples, "ref_log_probs")
-        distance = kl.estimate(algorithm.kl.estimator, old, ref) * mask
+        old, ref = fill(mask, _padded(samples, "old_log_probs"), _padded(samples, "ref_log_probs"))
+        (distance,) = fill(mask, kl.estimate(algorithm.kl.estimator, old, ref))
         token_rewards = token_rewards - kl_coef * distance
         metrics[names.M_KL_REWARD] = float(distance.sum(1).mean())
     inputs = {

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
+from core_trainer.algorithms import registry
 from core_trainer.algorithms.aggregation import token_weights
 from core_trainer.batching import TrainSample
 from core_trainer.partition import balanced
@@ -87,7 +88,8 @@ def mini_batches(
     the number of ranks changes nothing; with one mini-batch order is kept. There are fewer mini-batches than asked for
     when there are fewer groups. ``max_length`` is the cap on a rollout's tokens.
     """
-    options = {"length": max_length} if algorithm.aggregation == "seq-mean-token-sum-norm" else {}
+    takes_length = "length" in registry.find("aggregation", algorithm.aggregation).options
+    options = {"length": max_length} if takes_length else {}
     ordered = list(samples)
     if algorithm.num_mini_batches > 1:
         groups = _groups(samples)

@@ -81,8 +81,40 @@ def test_given_options_win_over_the_preset_and_keep_the_rest_of_it() -> None:
             {"correction": {"mode": "bypass", "importance": {}}},
             "their ratio, which importance and rejection look at, is 1",
         ),
-        ({"correction": {"importance": {"low": 0.5}}}, "low has no effect with treatment truncate"),
-        ({"correction": {"importance": {"treatment": "mask", "low": 3}}}, "low=3 is not below high=2"),
+        (
+            {"correction": {"importance": {"treatment": {"low": 0.5}}}},
+            "treatment: type must be one of 'truncate', 'mask'",
+        ),
+        ({"correction": {"importance": {"treatment": {"type": "mask", "low": 3}}}}, "low=3 is not below high=2"),
+        ({"correction": {"importance": {"treatment": {"type": "mask", "high": 0.4}}}}, "low=0.5 is not below high=0.4"),
+        ({"correction": {"importance": {"treatment": {"type": "trunc"}}}}, "'trunc' is not built in; did you mean"),
+        ({"correction": {"rejection": {"high": -1}}}, "rejects everything: k3 is never negative"),
+        ({"correction": {"rejection": {"estimator": "k1", "low": 2, "high": 1}}}, "low=2 is not below high=1"),
+        ({"correction": {"rejection": {"estimator": "k9", "high": 1}}}, "correction.rejection.estimator 'k9'"),
+        ({"policy_loss": {"type": "dro", "beta": 1.0}}, "policy_loss.beta has no effect with one update"),
+        ({"policy_loss": {"type": "kl_cov", "kl_coef": 2.0}}, "policy_loss.kl_coef has no effect with one update"),
+        ({"policy_loss": {"type": "clip_cov", "clip_low": 0.1}}, "policy_loss.clip_low has no effect with one update"),
+        ({"name": "ppo", "num_mini_batches": 1, "critic": {"clip": 0.1}}, "critic.clip=0.1 has no effect"),
+        ({"policy_loss": {"type": "gmpo"}}, "policy_loss gmpo has one ratio a sequence"),
+        (
+            {"kl": {"controller": {"type": "adaptive", "target": 0.1, "horizon": 9}}},
+            "horizon=9 is below the 64 rollouts",
+        ),
+        (
+            {"shaping": {"group_filters": [{"type": "too_hard", "min_reward": i} for i in (0, 1)]}},
+            "two group_filters have type too_hard",
+        ),
+        (
+            {
+                "shaping": {
+                    "group_filters": [
+                        {"type": "too_hard", "min_reward": 0.9},
+                        {"type": "too_easy", "max_reward": 0.1},
+                    ]
+                }
+            },
+            "group_filters keep nothing",
+        ),
         ({"correction": {"rejection": {"level": "token", "reduction": "sum", "high": 1}}}, "reduction has no effect"),
         ({"correction": {"rejection": {"low": -1, "high": 1}}}, "low has no effect with k3"),
         ({"shaping": {"group_filters": [{"type": "too_hrd", "min_reward": 1}]}}, "did you mean 'too_hard'?"),
@@ -131,3 +163,9 @@ def test_one_update_is_on_policy_unless_the_engine_s_log_probs_stand_for_the_old
 ) -> None:
     """Then the ratio is 1, and the pass over old log-probs can be left out."""
     assert parse(algorithm).algorithm.is_on_policy is on_policy
+
+
+def test_options_of_clip_cov_that_act_on_policy_are_let_through() -> None:
+    """It cuts tokens by covariance whatever the ratio."""
+    changed = parse({"policy_loss": {"type": "clip_cov", "cov_ratio": 0.01}}).algorithm
+    assert changed.policy_loss.cov_ratio == 0.01

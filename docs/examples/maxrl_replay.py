@@ -31,7 +31,7 @@ from rlinsight import names
 ALGORITHM = {
     "plugins": [__file__],  # so that every worker has the advantage too
     "advantage": {"type": "maxrl"},
-    "correction": {"importance": {"level": "token", "treatment": "truncate", "high": 2.0}},
+    "correction": {"importance": {"level": "token", "treatment": {"type": "truncate", "high": 2.0}}},
     "shaping": {"dynamic_sampling": {"max_rounds": 1}},  # drops groups of equal rewards, and samples no others
 }
 

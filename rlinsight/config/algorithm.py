@@ -242,7 +242,8 @@ KL_ESTIMATORS = ("k1", "k2", "k3", "abs")
 GROUP_ADVANTAGES = frozenset(
     {"grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "grpo_pass_at_k", "gdpo", "optimal_token_baseline"}
 )
-RATIO_FREE = frozenset({"gpg", "reinforce"})  # losses that never look at old log-probs
+# Options of losses that change the gradient even where the ratio is 1.
+ACTIVE_ON_POLICY = {"clip_cov": ("cov_ratio", "cov_low", "cov_high")}
 
 
 # KL, correction, shaping ---------------------------------------------------------------------------------------------
@@ -288,31 +289,48 @@ class KlSection(Section):
         return self
 
 
+class TruncateTreatment(Section):
+    """Weights are cut at a bound: truncated importance sampling (fengyao.notion.site/off-policy-rl)."""
+
+    type: Literal["truncate"]
+    high: float = Field(default=2.0, gt=0, description="largest weight")
+
+
+class MaskTreatment(Section):
+    """Weights outside the bounds are 0: IcePop, masked importance sampling (arXiv 2510.18855)."""
+
+    type: Literal["mask"]
+    low: float = Field(default=0.5, ge=0, description="smallest ratio with a weight")
+    high: float = Field(default=2.0, gt=0, description="largest ratio with a weight")
+
+    @model_validator(mode="after")
+    def _keeps_something(self) -> MaskTreatment:
+        if not self.low < self.high:
+            raise ValueError(f"low={self.low:g} is not below high={self.high:g}, so every weight would be 0")
+        return self
+
+
+TREATMENTS: tuple[type[Section], ...] = (TruncateTreatment, MaskTreatment)
+Treatment: Any = _by_type(TREATMENTS)
+
+
 class ImportanceSection(Section):
     """Weights for tokens the engine sampled with other probabilities than the trainer gives them."""
 
     level: Literal["token", "sequence"] = Field(default="token", description="ratio of a token, or of its rollout")
-    treatment: Literal["truncate", "mask"] = Field(
-        default="truncate", description="weights are cut at high (TIS), or are 0 outside [low, high] (IcePop, MIS)"
+    treatment: Treatment = Field(  # type: ignore[valid-type]
+        default=TruncateTreatment(type="truncate"), description="from ratios to weights"
     )
-    low: float | None = Field(default=None, ge=0, description="smallest weight of treatment mask; 0.5 when unset")
-    high: float = Field(default=2.0, gt=0, description="largest weight")
     normalize: bool = Field(default=False, description="divide by the mean weight of the step")
-
-    @model_validator(mode="after")
-    def _no_idle_options(self) -> ImportanceSection:
-        if self.treatment == "truncate" and self.low is not None:
-            raise ValueError("low has no effect with treatment truncate, which cuts at high only; remove low")
-        if self.low is not None and self.low >= self.high:
-            raise ValueError(f"low={self.low:g} is not below high={self.high:g}")
-        return self
 
 
 class RejectionSection(Section):
     """Tokens left out where engine and trainer disagree too much; they leave the normaliser too."""
 
     level: Literal["token", "sequence"] = Field(default="sequence", description="what is judged and left out")
-    estimator: Literal["k1", "k2", "k3"] = Field(default="k3", description="measure of the disagreement of a token")
+    estimator: str = Field(
+        default="k3", description="k1, k2, k3 or abs of each token, or one of a plugin: measure of the disagreement"
+    )
     reduction: Literal["sum", "mean", "max"] | None = Field(
         default=None, description="from tokens to a rollout, of level sequence; mean when unset"
     )
@@ -323,8 +341,13 @@ class RejectionSection(Section):
     def _no_idle_options(self) -> RejectionSection:
         if self.level == "token" and self.reduction is not None:
             raise ValueError("reduction has no effect with level token; remove it")
-        if self.low is not None and self.estimator != "k1":
+        never_negative = self.estimator in ("k2", "k3", "abs")
+        if self.low is not None and never_negative:
             raise ValueError(f"low has no effect with {self.estimator}, which is never negative; remove low")
+        if never_negative and self.high < 0:
+            raise ValueError(f"high={self.high:g} rejects everything: {self.estimator} is never negative; raise high")
+        if self.low is not None and not self.low < self.high:
+            raise ValueError(f"low={self.low:g} is not below high={self.high:g}, so everything would be rejected")
         return self
 
 
@@ -397,6 +420,20 @@ class ShapingSection(Section):
         default_factory=list, description="which groups are dropped; the first that drops one is the recorded reason"
     )
     overlong: OverlongSection | None = Field(default=None, description="off when null")
+
+    @model_validator(mode="after")
+    def _filters_keep_something(self) -> ShapingSection:
+        types = [each.type for each in self.group_filters]
+        for name in types:
+            if types.count(name) > 1:
+                raise ValueError(f"two group_filters have type {name}; keep the stricter one")
+        bounds = {each.type: each for each in self.group_filters}
+        if {"too_hard", "too_easy"} <= set(bounds) and bounds["too_hard"].min_reward > bounds["too_easy"].max_reward:
+            raise ValueError(
+                f"group_filters keep nothing: min_reward={bounds['too_hard'].min_reward:g} is over "
+                f"max_reward={bounds['too_easy'].max_reward:g}"
+            )
+        return self
 
 
 # Recipes -------------------------------------------------------------------------------------------------------------
@@ -522,6 +559,11 @@ class AlgorithmSection(Section):
         ]
         if self.kl is not None:
             named.append(("kl.estimator", self.kl.estimator.removesuffix("+"), KL_ESTIMATORS))
+        if self.correction is not None and self.correction.importance is not None:
+            treatment = self.correction.importance.treatment.type
+            named.append(("correction.importance.treatment.type", treatment, _types(TREATMENTS)))
+        if self.correction is not None and self.correction.rejection is not None:
+            named.append(("correction.rejection.estimator", self.correction.rejection.estimator, KL_ESTIMATORS))
         foreign = [(key, name, known) for key, name, known in named if name not in known]
         if foreign and not self.plugins:
             key, name, known = foreign[0]
@@ -538,10 +580,10 @@ class AlgorithmSection(Section):
             raise ValueError("advantage gae needs a critic; set critic: {type: model}")
         if self.critic is not None and self.advantage.type != "gae" and not isinstance(self.advantage, PluginFunction):
             raise ValueError(f"critic has no effect with advantage {self.advantage.type}; remove it or set type: gae")
-        if self.policy_loss.type == "gspo" and self.aggregation != "seq-mean-token-mean":
+        if self.policy_loss.type in ("gspo", "gmpo") and self.aggregation != "seq-mean-token-mean":
             raise ValueError(
-                f"policy_loss gspo has one ratio a sequence, so aggregation={self.aggregation!r} would weigh it by "
-                "length; set aggregation: seq-mean-token-mean"
+                f"policy_loss {self.policy_loss.type} has one ratio a sequence, so aggregation={self.aggregation!r} "
+                "would weigh it by length; set aggregation: seq-mean-token-mean"
             )
         return self
 
@@ -550,19 +592,19 @@ class AlgorithmSection(Section):
         """With one on-policy update the ratio is always 1. What the recipe itself says is let through."""
         if not self.is_on_policy:
             return self
-        if self.policy_loss.type in RATIO_FREE or isinstance(self.policy_loss, PluginFunction):
-            return self
-        if self.policy_loss.type in ("dro", "kl_cov", "clip_cov"):  # these cut or add a gradient at ratio 1 too
-            return self
         if self.critic is not None and self.critic.clip != type(self.critic).model_fields["clip"].default:
             raise ValueError(
                 f"critic.clip={self.critic.clip} has no effect with one update per step, where values are still those "
                 "before it; raise num_epochs or num_mini_batches, or remove clip"
             )
+        if isinstance(self.policy_loss, PluginFunction):
+            return self
         usual = PRESETS[self.name]["policy_loss"]
         for option, field in type(self.policy_loss).model_fields.items():
+            if option == "type" or option in ACTIVE_ON_POLICY.get(self.policy_loss.type, ()):
+                continue
             expected = usual.get(option, field.default) if usual["type"] == self.policy_loss.type else field.default
-            if option != "type" and getattr(self.policy_loss, option) != expected:
+            if getattr(self.policy_loss, option) != expected:
                 raise ValueError(
                     f"policy_loss.{option} has no effect with one update per step, where the ratio is always 1; raise "
                     f"num_epochs or num_mini_batches, or remove {option}"

@@ -41,6 +41,12 @@ class TrainerSection(Section):
     )
 
     @model_validator(mode="after")
+    def _betas(self) -> TrainerSection:
+        if not all(0 <= beta < 1 for beta in self.adam_betas):
+            raise ValueError(f"adam_betas={list(self.adam_betas)}: each must be at least 0 and below 1")
+        return self
+
+    @model_validator(mode="after")
     def _schedule(self) -> TrainerSection:
         if self.lr_schedule == "constant":
             if self.min_lr_ratio:

@@ -7,7 +7,7 @@ import json
 
 from pydantic import Field, model_validator
 
-from rlinsight.config.algorithm import GROUP_ADVANTAGES, OVERLONG, AlgorithmSection
+from rlinsight.config.algorithm import GROUP_ADVANTAGES, OVERLONG, AdaptiveController, AlgorithmSection
 from rlinsight.config.base import Section
 from rlinsight.config.data import DataSection
 from rlinsight.config.model import ModelSection
@@ -60,6 +60,13 @@ class Config(Section):
             raise ValueError(
                 f"a reward function is called {OVERLONG!r}, as the penalty of algorithm.shaping.overlong is; give it "
                 "another name:"
+            )
+        rollouts = self.trainer.prompts_per_step * self.rollout.group_size
+        controller = algorithm.kl.controller if algorithm.kl is not None else None
+        if isinstance(controller, AdaptiveController) and controller.horizon < rollouts:
+            raise ValueError(
+                f"algorithm.kl.controller.horizon={controller.horizon} is below the {rollouts} rollouts of a step, so "
+                "one step could undo the coefficient; raise it"
             )
         if self.trainer.prompts_per_step < algorithm.num_mini_batches:
             raise ValueError(

@@ -86,7 +86,7 @@ def test_what_a_function_may_ask_for_is_complete() -> None:
     kinds = {name: re.findall(r"`(\w+)`", cells[0]) for name, cells in _table("One of your own").items()}
     for kind, inputs in kinds.items():
         assert sorted(inputs) == sorted(registry.INPUTS[kind]), kind
-    assert set(kinds) == set(registry.INPUTS) - {"importance"}  # its treatments are a fixed choice
+    assert set(kinds) == set(registry.INPUTS)
 
 
 def test_the_page_s_plugin_works(tmp_path: Path) -> None:

@@ -9,13 +9,14 @@ import pytest
 import core_trainer.algorithms as algorithms
 from core_trainer.algorithms import registry
 from rlinsight.config.algorithm import (
+    ACTIVE_ON_POLICY,
     ADVANTAGES,
     AGGREGATIONS,
     GROUP_ADVANTAGES,
     GROUP_FILTERS,
     KL_ESTIMATORS,
     POLICY_LOSSES,
-    RATIO_FREE,
+    TREATMENTS,
 )
 from rlinsight.config.base import Section
 
@@ -26,7 +27,9 @@ def _type(section: type[Section]) -> str:
     return get_args(section.model_fields["type"].annotation)[0]
 
 
-@pytest.mark.parametrize(("kind", "sections"), [("advantage", ADVANTAGES), ("policy_loss", POLICY_LOSSES)])
+@pytest.mark.parametrize(
+    ("kind", "sections"), [("advantage", ADVANTAGES), ("policy_loss", POLICY_LOSSES), ("importance", TREATMENTS)]
+)
 def test_every_function_has_a_section_with_its_options_and_defaults(
     kind: str, sections: tuple[type[Section], ...]
 ) -> None:
@@ -46,8 +49,8 @@ def test_names_the_config_knows_are_those_there_are() -> None:
 
 
 def test_what_the_config_knows_of_functions_follows_from_their_inputs() -> None:
-    """Which advantages compare rollouts of a prompt, and which losses never look at old log-probs."""
+    """Which advantages compare rollouts of a prompt, and which options of losses there are."""
     advantages = {name: registry.find("advantage", name).inputs for name in registry.names("advantage")}
     assert {name for name, inputs in advantages.items() if "groups" in inputs} == GROUP_ADVANTAGES
-    losses = {name: registry.find("policy_loss", name).inputs for name in registry.names("policy_loss")}
-    assert set(losses) >= RATIO_FREE
+    for name, options in ACTIVE_ON_POLICY.items():
+        assert set(options) <= set(registry.find("policy_loss", name).options)

@@ -365,7 +365,7 @@ def test_a_prompt_whose_greedy_rollout_could_not_be_scored_is_dropped(tmp_path: 
 
 # Old log-probs and correction -----------------------------------------------------------------------------------------
 
-DECOUPLED = {"importance": {"treatment": "truncate"}}
+DECOUPLED = {"importance": {"treatment": {"type": "truncate"}}}
 
 
 @pytest.mark.parametrize(

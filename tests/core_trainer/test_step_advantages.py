@@ -143,7 +143,7 @@ def test_rejection_moves_the_reward_and_the_mask() -> None:
 def test_importance_weights_by_hand() -> None:
     """exp(old - rollout), cut at 2, on loss tokens only."""
     made = [sample(0, 3, loss_mask=[1, 0, 1], old_log_probs=[-1, -1, 0], rollout_log_probs=[-1.5, 0, -1])]
-    correct(made, CorrectionSection.model_validate({"importance": {"treatment": "truncate", "high": 2}}))
+    correct(made, CorrectionSection.model_validate({"importance": {"treatment": {"type": "truncate", "high": 2}}}))
     assert made[0].weights == pytest.approx([np.exp(0.5), 0, 2])
     assert made[0].loss_mask.tolist() == [True, False, True]
 
@@ -151,7 +151,7 @@ def test_importance_weights_by_hand() -> None:
 def test_weights_that_are_all_zero_have_no_effective_size() -> None:
     """0/0 is no number: the metric is absent."""
     made = [sample(0, 1, old_log_probs=[0], rollout_log_probs=[-9])]
-    metrics = correct(made, CorrectionSection.model_validate({"importance": {"treatment": "mask"}}))
+    metrics = correct(made, CorrectionSection.model_validate({"importance": {"treatment": {"type": "mask"}}}))
     assert metrics[names.M_CORRECTION["weight_effective_sample_size"]] is None
     assert metrics[names.M_CORRECTION["weight_mean"]] == 0
 
