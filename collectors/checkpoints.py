@@ -40,10 +40,10 @@ class Checkpoints:
             return
         try:
             size = self._wal.stat().st_size
+            if size < WAL_BYTES:
+                return
             free = shutil.disk_usage(self._store.parent).free
         except OSError:
-            return
-        if size < WAL_BYTES:
             return
         if free < ROOM * size:
             if not self._warned:

@@ -61,10 +61,15 @@ class Intake:
         *,
         external: bool = True,
     ) -> Accepted:
-        """Decode a body and queue it; one of our own is no sign of a living sender. Raises PayloadError, Overloaded."""
+        """Decode a body and queue it. Raises PayloadError, Overloaded.
+
+        One of our own is no sign of a living sender, and may wait a moment for others.
+        """
         if external:
             self.last_ns = time.monotonic_ns()
-        return self._submit(self._batch(signal, body, content_type, producer, seq))
+        batch = self._batch(signal, body, content_type, producer, seq)
+        batch.patient = not external
+        return self._submit(batch)
 
     def take_spool(self, body: bytes, producer: str | None) -> list[tuple[int, Accepted | Exception]]:
         """Decode the records of a spool and queue them, each as if it had come alone: its number, and what it met.

@@ -1,4 +1,4 @@
-"""Scrapes Prometheus and OpenMetrics endpoints, each on its own clock, while the process that asked for it lives.
+"""Scrapes Prometheus and OpenMetrics endpoints, each at its interval, while the process that asked for it lives.
 
 What comes back enters through the intake as an OTLP request, like any sender's. Every scrape stores ``up`` and
 ``scrape_duration_seconds``, so that a target that is gone is a row and not silence; an event tells when that changes,
@@ -152,12 +152,12 @@ class Scraper:
         interval_s = target.asked.interval_s
         # No proxies and no redirects: what is asked for is what is fetched.
         async with httpx.AsyncClient(trust_env=False, follow_redirects=False, headers=HEADERS, timeout=None) as client:
-            due = time.monotonic()
             while await asyncio.to_thread(is_alive, target.pid, target.known_at_ns):
                 with suppress(Exception):  # of the store, and logged there; the next scrape may go well
                     await self._scrape(target, client)
-                due = max(due + interval_s, time.monotonic())  # scrapes that were missed are not made up for
-                await asyncio.sleep(due - time.monotonic())
+                # At multiples of the interval, so that those of all targets share a transaction, with what producers
+                # deliver. Scrapes that were missed are not made up for.
+                await asyncio.sleep(interval_s - time.time() % interval_s)
         self.remove(target.pid, target.asked.name)
 
     async def _scrape(self, target: _Target, client: httpx.AsyncClient) -> None:
