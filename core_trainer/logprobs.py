@@ -14,6 +14,7 @@ from torch import Tensor
 
 CHUNK_ROWS = 1024  # rows of one output matmul; its logits stay in the compute dtype, 100 MB at 49152 words in bfloat16
 BLOCK_ROWS = 32  # rows normalised in float32 at once, small enough for the processor's cache
+FLOOR = -1e30  # for -inf, so that a word of probability 0 adds 0 to the entropy: p log p is 0 times this, not NaN
 
 
 class TokenScores(NamedTuple):
@@ -65,6 +66,7 @@ class _TokenScores(torch.autograd.Function):
                 at = slice(chunk.start + block.start, chunk.start + block.stop)
                 scaled, weights, total, normaliser[at] = softmax_parts(chunk_logits[block], temperature)
                 log_probs[at] = scaled.gather(1, targets[at, None])[:, 0] - normaliser[at]
+                scaled.clamp_(min=FLOOR)
                 entropy[at] = normaliser[at] - torch.linalg.vecdot(weights, scaled) / total  # log Z - E[logit]
                 if squares is not None:
                     squares[at] = torch.linalg.vecdot(weights, weights) / total.square()
@@ -90,6 +92,7 @@ class _TokenScores(torch.autograd.Function):
                 grad = logits[block].float().div_(ctx.temperature).sub_(normaliser[at, None])  # log p
                 if entropy:
                     bonus = (grads[1][at] / ctx.temperature)[:, None]
+                    grad.clamp_(min=FLOOR)
                     factor = (grad + entropy[0][at, None]).mul_(bonus).add_(scale)
                     grad = grad.exp_().mul_(factor.neg_())
                 else:

@@ -94,6 +94,25 @@ def test_uniform_and_certain_rows_by_hand() -> None:
     assert hidden.grad.flatten().tolist() == [0.0, 0.0]
 
 
+def test_a_word_that_cannot_be_adds_nothing_to_entropy_or_gradient(case: Case) -> None:
+    """Logits of -inf, as an overflow makes them, give what a vocabulary without those words gives."""
+    hidden, weight = leaves(case, torch.float32)
+    with torch.no_grad():
+        hidden[:, 0] = 1e20
+        weight[:, 0] = 0
+        weight[20:, 0] = -1e20
+    case = case._replace(targets=case.targets % 20)
+    found = mine(case, hidden, weight, 1.0)
+    (found.log_probs + 5 * found.entropy).sum().backward()
+    few, few_weight = hidden.detach().requires_grad_(), weight[:20].detach().requires_grad_()
+    expected = mine(case, few, few_weight, 1.0)
+    (expected.log_probs + 5 * expected.entropy).sum().backward()
+    torch.testing.assert_close(found.entropy, expected.entropy)
+    torch.testing.assert_close(hidden.grad, few.grad, atol=1e-4, rtol=1e-4)
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad[:20, 1:], few_weight.grad[:, 1:], atol=1e-4, rtol=1e-4)  # type: ignore[index]
+
+
 def test_nothing_is_computed_that_is_not_asked_for(case: Case) -> None:
     """Off, the entropy takes no gradient, squares are None, and log-probs and gradients are the same bits."""
     results = []

@@ -11,8 +11,10 @@ import torch
 
 from core_trainer import models
 from core_trainer.algorithms import policy_losses, registry
-from core_trainer.batching import TrainSample
+from core_trainer.batching import PackedBatch, TrainSample
+from core_trainer.forward import scores
 from core_trainer.job import Job
+from core_trainer.logprobs import TokenScores
 from core_trainer.workers.base import Place
 from core_trainer.workers.policy import PolicyWorker
 from rlinsight import config, telemetry
@@ -34,7 +36,9 @@ def make_worker(model: Path, path: Path, **sections: Any) -> PolicyWorker:
 
 
 def samples_off_policy() -> list[TrainSample]:
-    """Samples whose old log-probs are far enough that the clip cuts some, with weights and a partly masked response."""
+    """Samples whose old log-probs are far enough that the clip cuts some, with weights and a partly masked response,
+    off whose mask nothing may reach the loss.
+    """
     rng = np.random.default_rng(4)
     samples = ragged_samples()
     for sample in samples:
@@ -43,6 +47,7 @@ def samples_off_policy() -> list[TrainSample]:
         sample.token_weight = float(rng.uniform(0.01, 0.1))
         sample.weights = rng.uniform(0.5, 1.5, sample.num_tokens).astype(np.float32)
         sample.loss_mask = rng.random(sample.num_tokens) < 0.8
+        sample.ref_log_probs[~sample.loss_mask] = np.nan
     return samples
 
 
@@ -52,6 +57,28 @@ def naive_entropy(model: torch.nn.Module, sample: TrainSample, temperature: floa
     logits = model(tokens).logits[0, len(sample.prompt_token_ids) - 1 : -1] / temperature
     log_probs = torch.log_softmax(logits, dim=-1)
     return -(log_probs.exp() * log_probs).sum(-1)
+
+
+def test_an_entropy_that_is_off_the_mask_reaches_nothing(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NaN there leaves loss and gradient as they are."""
+
+    def spoilt(model: Any, batch: PackedBatch, *args: Any, **options: Any) -> TokenScores:
+        found = scores(model, batch, *args, **options)
+        return found._replace(entropy=found.entropy.where(batch.gather("loss_mask", torch.bool), torch.nan))
+
+    worker = make_worker(tiny_model, tmp_path, algorithm={"num_epochs": 2, "entropy_coef": 0.1})
+    try:
+        stats, _ = worker.forward_backward(samples_off_policy(), 0.0, record=False)
+        expected = worker.optimizer.gradient.clone()
+        worker.optimizer.gradient.zero_()
+        monkeypatch.setattr("core_trainer.workers.policy.scores", spoilt)
+        again, _ = worker.forward_backward(samples_off_policy(), 0.0, record=False)
+    finally:
+        telemetry.shutdown(0)
+    assert again == stats
+    torch.testing.assert_close(worker.optimizer.gradient, expected, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("token_budget", [20, 10_000])
