@@ -38,7 +38,7 @@ class OptimizerStats:
     grad_norm: float  # before clipping
     learning_rate: float
     weights_changed: float  # share of the trained compute weights that changed
-    grad_norms: dict[str, float]  # the same by module group; their squares sum to grad_norm's
+    grad_norms: dict[str, float]  # the same by module group; a shared critic's head, clipped apart, is not in grad_norm
 
 
 def update_metrics(updates: Sequence[OptimizerStats]) -> dict[str, float]:
@@ -60,17 +60,20 @@ def update_metrics(updates: Sequence[OptimizerStats]) -> dict[str, float]:
     }
 
 
-def learning_rate(section: TrainerSection, step: int) -> float:
+def learning_rate(section: TrainerSection, step: int, first_step: int = 1) -> float:
     """Rate of a step, counted from 1: it depends on nothing else, so a resumed run goes on as if never stopped.
 
     Warm-up rises in equal parts to the peak at ``warmup_steps``. Linear and cosine start from the peak in the step
-    after and would reach ``min_lr_ratio`` of it one step after the last, so that no step is wasted at 0.
+    after and would reach ``min_lr_ratio`` of it one step after the last, so that no step is wasted at 0. Weights that
+    are trained from ``first_step`` on only have their whole schedule in the steps that are left.
     """
+    skipped = first_step - 1
+    step, total_steps = step - skipped, section.total_steps - skipped
     if step <= section.warmup_steps:
         return section.learning_rate * step / section.warmup_steps
     if section.lr_schedule == "constant":
         return section.learning_rate
-    done = min(1.0, (step - 1 - section.warmup_steps) / (section.total_steps - section.warmup_steps))
+    done = min(1.0, (step - 1 - section.warmup_steps) / (total_steps - section.warmup_steps))
     left = 1 - done if section.lr_schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
     return section.learning_rate * (section.min_lr_ratio + (1 - section.min_lr_ratio) * left)
 
@@ -121,23 +124,24 @@ class MasterOptimizer:
                 parameter.grad = None
 
     def step(self, step: int) -> OptimizerStats:
-        """Reduce over ranks, clip, update the masters and refresh the model's copy. ``step`` of the run counts from 1.
+        """Sum the gradient over ranks, clip it, update masters and model. ``step`` of the run counts from 1.
 
         Raises TrainingError, weights untouched, when the gradient is not finite: one such update would make every
         weight NaN.
         """
+        return step_together([self], step)[0]
+
+    def _reduce(self) -> list[float]:
+        """Sum the gradient over ranks; returns its norm by parameter."""
         if dist.is_initialized():
             dist.all_reduce(self.gradient)
-        by_parameter = torch.stack([torch.linalg.vector_norm(view) for view in self._views]).tolist()
+        return torch.stack([torch.linalg.vector_norm(view) for view in self._views]).tolist()
+
+    def _update(self, by_parameter: list[float], step: int, first_step: int) -> OptimizerStats:
+        """Clip the summed gradient, whose norms these are, update the masters and refresh the model's copy."""
         norm = math.hypot(*by_parameter)
-        if not math.isfinite(norm):
-            self.gradient.zero_()
-            raise TrainingError(
-                f"the gradient norm of step {step} is {norm}; lower trainer.learning_rate, or look "
-                "at the step's log-probs in view tokens"
-            )
         self.gradient.mul_(min(1.0, self.section.max_grad_norm / (norm + 1e-6)))
-        rate = learning_rate(self.section, step)
+        rate = learning_rate(self.section, step, first_step)
         self._adamw.param_groups[0]["lr"] = rate
         self.master.grad = self.gradient.to(self.master.dtype)
         self._adamw.step()
@@ -155,7 +159,7 @@ class MasterOptimizer:
         changed = torch.zeros((), dtype=torch.int64, device=self.master.device)
         with torch.no_grad():
             for parameter, part in zip(
-                self.parameters, self.master.split([p.numel() for p in self.parameters]), strict=False
+                self.parameters, self.master.split([p.numel() for p in self.parameters]), strict=True
             ):
                 rounded = part.view(parameter.shape).to(parameter.dtype)
                 changed += torch.count_nonzero(rounded != parameter)
@@ -178,3 +182,20 @@ class MasterOptimizer:
                 )
         self._adamw.state[self.master] = {key: value.clone() for key, value in state.items()}
         self.num_updates = num_updates
+
+
+def step_together(optimizers: Sequence[MasterOptimizer], step: int, first_step: int = 1) -> list[OptimizerStats]:
+    """One step of each, or of none: raises TrainingError, all weights untouched, when a gradient is not finite.
+
+    ``first_step`` is the first that trains these weights, see ``learning_rate``.
+    """
+    norms = [optimizer._reduce() for optimizer in optimizers]
+    for by_parameter in norms:
+        if not math.isfinite(norm := math.hypot(*by_parameter)):
+            for optimizer in optimizers:
+                optimizer.gradient.zero_()
+            raise TrainingError(
+                f"the gradient norm of step {step} is {norm}; lower trainer.learning_rate, or look "
+                "at the step's log-probs in view tokens"
+            )
+    return [optimizer._update(found, step, first_step) for optimizer, found in zip(optimizers, norms, strict=True)]

@@ -282,13 +282,15 @@ def save(directory: Path, model: ValueModel, source: Path, optimizer: MasterOpti
         decoder = {**_below("decoder.", masters), **kept}
         save_file(decoder, directory / WEIGHTS, metadata={"format": "pt"})
         save_optimizer(directory, optimizer, optimizer.num_updates)
-    save_head(directory, masters)
+    save_head(directory, _below("value_head.", masters))
 
 
 def save_head(directory: Path, masters: Mapping[str, Tensor]) -> None:
-    """Write the head among ``masters``, named weights of a module that holds it as ``value_head``."""
+    """Write the masters of a head, all of them, by the head's own names."""
+    if set(masters) != {"weight", "bias"}:
+        raise CheckpointError(f"a value head is weight and bias, not {sorted(masters)}; give all of its masters")
     with _writing(directory):
-        save_file(_below("value_head.", masters), directory / HEAD)
+        save_file(dict(masters), directory / HEAD)
 
 
 def _below(prefix: str, masters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -54,14 +54,21 @@ class ModelCritic(_Critic):
 
 
 class SharedCritic(_Critic):
-    """A value head on the policy's own backbone, in the policy's optimizer.
+    """A value head on the policy's own backbone, with an optimizer of its own for the head.
 
     It costs no second model, and the value loss moves the policy's backbone too. Critic warm-up needs a model of its
-    own: training the head alone would have to freeze the backbone that the head reads.
+    own: training the head alone would have to freeze the backbone that the head reads. Schedule, clipping and the other
+    settings of the head's AdamW are the policy's.
     """
 
     type: Literal["shared"]
-    coef: float = Field(default=0.1, gt=0, description="weight of the value loss beside the policy loss")
+    learning_rate: float = Field(default=1e-5, gt=0, description="peak learning rate of the head's AdamW")
+    coef: float = Field(
+        default=0.1,
+        gt=0,
+        description="weight of the value loss beside the policy loss: how much of it reaches the backbone; the head "
+        "has its own AdamW, whose steps do not depend on the scale of a loss",
+    )
 
 
 CriticSection = Annotated[ModelCritic | SharedCritic, Field(discriminator="type")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -144,6 +145,16 @@ def test_learning_rates_by_hand(schedule: str, expected: list[float]) -> None:
         {"learning_rate": 2.0, "warmup_steps": 2, "total_steps": 6, "lr_schedule": schedule, "min_lr_ratio": ratio}
     )
     assert [learning_rate(section, step) / 2 for step in range(1, 7)] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_a_late_start_has_the_whole_schedule(schedule: Literal["constant", "linear", "cosine"]) -> None:
+    """Weights trained in steps 4 to 9 of nine have the rates that six steps from the first on have."""
+    late = TrainerSection(learning_rate=2.0, warmup_steps=2, total_steps=9, lr_schedule=schedule)
+    early = late.model_copy(update={"total_steps": 6})
+    expected = [learning_rate(early, step) for step in range(1, 7)]
+    assert [learning_rate(late, step, 4) for step in range(4, 10)] == expected
+    assert expected[1] == 2.0
 
 
 def test_the_rate_never_falls_below_its_floor() -> None:

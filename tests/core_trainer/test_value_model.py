@@ -106,22 +106,18 @@ def test_a_shared_backbone_gets_both_gradients(tiny_model: Path, entropy_coef: f
         torch.testing.assert_close(gradients[0][name], theirs, atol=1e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_a_shared_head_lives_in_the_policys_optimizer_and_in_its_own_file(tiny_model: Path, tmp_path: Path) -> None:
-    """One optimizer updates backbone and head; the head's masters are saved apart and read back bit for bit."""
-    policy, head = models.load_model(tiny_model, torch.float32), value_model.load_head(tiny_model, 64, 5)
-    attention.enable(policy)
-    both = torch.nn.ModuleDict({"model": policy, "value_head": head})
-    optimizer = MasterOptimizer(both, TrainerSection(learning_rate=1e-3), torch.float32)
-    batch = pack(valued_samples())
-    weighted_value_loss(value_model.values(policy, head, batch), batch, None)[0].backward()
-    optimizer.accumulate()
-    stats = optimizer.step(1)
-    assert stats.grad_norms["value_head"] > 0
-    value_model.save_head(tmp_path, optimizer.named_master(both))
+def test_a_head_is_saved_whole_or_not_at_all(tmp_path: Path) -> None:
+    """A head's masters are read back bit for bit; names of another module are refused, and nothing is written."""
+    head = ValueHead(64, 5)
+    masters = MasterOptimizer(head, TrainerSection(), torch.float32).named_master(head)
+    for wrong in ({}, {"weight": masters["weight"]}, {f"value_head.{name}": part for name, part in masters.items()}):
+        with pytest.raises(CheckpointError, match="a value head is weight and bias"):
+            value_model.save_head(tmp_path, wrong)
+    assert list(tmp_path.iterdir()) == []
+    value_model.save_head(tmp_path, masters)
     again = value_model.load_head(tmp_path, 64, None)
     assert torch.equal(again.weight, head.weight)
     assert torch.equal(again.bias, head.bias)
-    assert not torch.equal(again.weight, ValueHead(64, 5).weight)
 
 
 def test_a_new_head_is_drawn_from_its_seed() -> None:
@@ -330,4 +326,4 @@ def test_a_folder_that_cannot_be_written_is_one_clear_error(tiny_model: Path, tm
     with pytest.raises(CheckpointError, match="gone cannot be written"):
         value_model.save(tmp_path / "gone", model, tiny_model, optimizer)
     with pytest.raises(CheckpointError, match="gone cannot be written"):
-        value_model.save_head(tmp_path / "gone", optimizer.named_master(model))
+        value_model.save_head(tmp_path / "gone", dict(model.value_head.named_parameters()))
