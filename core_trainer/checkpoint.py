@@ -10,11 +10,12 @@
       best                                                name of the checkpoint with the best validation, where kept
 
 A checkpoint is written beside its final name and renamed when complete, and renamed away before it is removed, so a
-``step-`` directory that exists is whole.
+``step-`` directory that exists is whole. One that is replaced is put back should the new one not take its place.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -40,6 +41,7 @@ _NOT_COPIED = (".safetensors", ".safetensors.index.json", ".bin", ".gguf", ".pt"
 # Of a model's config.json: where it came from and which program wrote it, not what it is.
 _INCIDENTAL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
 _CHUNK = 1 << 20
+_HEAD = 4096  # bytes of each tensor that a fingerprint covers
 
 Saver = Callable[[Path], object]  # writes one participant's files into the folder it is given
 
@@ -68,7 +70,7 @@ class TrainerState:
 def write(
     folder: Path, state: TrainerState, savers: Saver | Mapping[str, Saver], keep: int, keep_best: bool = False
 ) -> Path:
-    """Write ``folder/step-NNNNNN`` and drop all but the newest ``keep``. Replaces one of the same step.
+    """Write ``folder/step-NNNNNN``, which stays, and drop all but the ``keep`` highest steps. Replaces one of its step.
 
     ``savers`` maps subfolders to who writes them, ``"."`` being the checkpoint itself; a single saver is that one.
     ``keep_best`` marks the checkpoint of ``state.best`` when it is this one; the marked one stays until another is.
@@ -76,20 +78,17 @@ def write(
     target = folder / f"step-{state.step:06d}"
     partial = folder / f".{target.name}.partial"
     try:
-        for leftover in folder.glob(".step-*"):  # of a process that was killed
-            shutil.rmtree(leftover, ignore_errors=True)
+        _clear_leftovers(folder)
         partial.mkdir(parents=True)
         for subfolder, save in (savers if isinstance(savers, Mapping) else {".": savers}).items():
             (partial / subfolder).mkdir(parents=True, exist_ok=True)
             save(partial / subfolder)
         written = sorted(path for path in partial.rglob("*") if path.is_file())
         files = {file.relative_to(partial).as_posix(): _content(file) for file in written}
-        (partial / STATE).write_text(json.dumps({**asdict(state), "files": files}, indent=2))
+        (partial / STATE).write_text(_as_json({**asdict(state), "files": files}))
         for path in [partial, *partial.rglob("*")]:
             _sync(path)
-        replaced = _hide(target)
-        partial.rename(target)
-        shutil.rmtree(replaced, ignore_errors=True)
+        _replace(target, partial)
         if keep_best and state.best is not None and state.best.step == state.step:
             marker = folder / f".{BEST}.partial"
             marker.write_text(target.name + "\n")
@@ -102,14 +101,22 @@ def write(
             raise _cannot_write(target, error) from None
         raise
     for old in checkpoints(folder)[:-keep]:
-        if old != best(folder):
+        if old not in (target, best(folder)):
             shutil.rmtree(_hide(old))
     return target
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints in ``folder``, oldest first."""
-    return sorted(path for path in folder.glob("step-*") if path.is_dir())
+    """Complete checkpoints in ``folder``, by step."""
+    return sorted((path for path in folder.glob("step-[0-9]*") if path.is_dir()), key=_step)
+
+
+def is_of(directory: Path | None, step: int) -> bool:
+    """Whether ``directory`` is a checkpoint of ``step`` with all of its files."""
+    try:
+        return directory is not None and read_state(directory).step == step
+    except CheckpointError:
+        return False
 
 
 def best(folder: Path) -> Path | None:
@@ -119,21 +126,26 @@ def best(folder: Path) -> Path | None:
 
 
 def improved(before: Best | None, metric: str, value: float, step: int, *, maximize: bool) -> Best | None:
-    """The new best validation, or None when ``value`` does not beat ``before``. NaN beats nothing."""
+    """The new best validation, or None when ``value`` does not beat ``before``, if that is of the same metric.
+
+    NaN beats nothing.
+    """
     if math.isnan(value):
         return None
-    if before is not None and not (value > before.value if maximize else value < before.value):
-        return None
-    return Best(metric, value, step)
+    if before is None or before.metric != metric or (value > before.value if maximize else value < before.value):
+        return Best(metric, value, step)
+    return None
 
 
 def fingerprint(model_dir: Path, **parts: Any) -> dict[str, Any]:
-    """What a checkpoint belongs to: the architecture in ``model_dir``, and ``parts`` such as algorithm, critic, LoRA.
+    """What a checkpoint belongs to: the model in ``model_dir``, and ``parts`` such as algorithm, critic, LoRA.
 
-    ``parts`` are JSON values; None says that a run has no such part.
+    Of the model, its config and a hash of its weights: adapters, and a KL to the model a run started from, mean
+    something with those weights alone. ``parts`` are JSON values; None says that a run has no such part.
     """
     config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
-    return {"model": {key: value for key, value in config.items() if key not in _INCIDENTAL}, **parts}
+    model = {key: value for key, value in config.items() if key not in _INCIDENTAL}
+    return {"model": model, "weights": _hash_of_weights(model_dir), **parts}
 
 
 def resume(directory: Path, expected: Mapping[str, Any]) -> TrainerState:
@@ -196,6 +208,36 @@ def _content(file: Path) -> dict[str, Any]:
         while chunk := stream.read(_CHUNK):
             crc = zlib.crc32(chunk, crc)
     return {"bytes": file.stat().st_size, "crc32": f"{crc:08x}"}
+
+
+def _hash_of_weights(model_dir: Path) -> str:
+    """SHA-256 over names, types and shapes of all tensors and the first ``_HEAD`` bytes of each, 16 digits.
+
+    Tells models of one architecture apart, such as two fine-tunes, in a few reads per tensor; a change past the
+    beginning of its tensor goes unseen. Damage is not what it looks for.
+    """
+    digest = hashlib.sha256()
+    for file in sorted(model_dir.glob("*.safetensors")):
+        if file.name == OPTIMIZER:  # of a checkpoint taken as a model
+            continue
+        with file.open("rb") as stream:
+            header = stream.read(int.from_bytes(stream.read(8), "little"))
+            digest.update(header)
+            tensors = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
+            for begin, end in sorted(entry["data_offsets"] for entry in tensors):
+                stream.seek(8 + len(header) + begin)
+                digest.update(stream.read(min(_HEAD, end - begin)))
+    return digest.hexdigest()[:16]
+
+
+def _as_json(state: dict[str, Any]) -> str:
+    try:
+        return json.dumps(state, indent=2)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the trainer's state cannot be written as JSON ({error}); a controller's state_dict may hold dicts with "
+            "string keys, lists, strings, numbers, booleans and None"
+        ) from None
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
@@ -289,12 +331,38 @@ def _cannot_write(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(f"checkpoint {path} cannot be written ({error}); free some space or set another run.dir")
 
 
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
 def _hide(checkpoint: Path) -> Path:
     """Take a checkpoint, where there is one, away in one move: a killed process leaves no half of one."""
     hidden = checkpoint.with_name(f".{checkpoint.name}.removed")
     if checkpoint.exists():
         checkpoint.rename(hidden)
     return hidden
+
+
+def _replace(target: Path, partial: Path) -> None:
+    """Move ``partial`` to ``target``; what was there before goes, or comes back when the move fails."""
+    replaced = _hide(target)
+    try:
+        partial.rename(target)
+    except BaseException:
+        if replaced.exists():
+            replaced.rename(target)
+        raise
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _clear_leftovers(folder: Path) -> None:
+    """Of a process that was killed: a whole checkpoint whose replacement never came is put back, the rest removed."""
+    for hidden in folder.glob(".step-[0-9]*.removed"):
+        target = folder / hidden.name.removeprefix(".").removesuffix(".removed")
+        if not target.exists() and is_of(hidden, _step(target)):
+            hidden.rename(target)
+    for leftover in folder.glob(".step-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _sync(path: Path) -> None:

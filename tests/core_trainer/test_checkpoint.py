@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from core_trainer import checkpoint, models
 from core_trainer.checkpoint import TrainerState
@@ -44,6 +46,53 @@ def test_a_write_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"cannot be written .*No space left"):
         checkpoint.write(tmp_path, TrainerState(2, {}), fill_up, keep=2)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
+def test_a_checkpoint_that_cannot_be_replaced_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new one is complete, but the move to its name fails after the old one was moved away."""
+    path = write(tmp_path, 1, "old")
+    plain = Path.rename
+
+    def rename(self: Path, target: Path) -> Path:
+        if self.name.endswith(".partial"):
+            raise OSError(5, "Input/output error")
+        return plain(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        write(tmp_path, 1, "new")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-000001"]
+    assert (path / "weights").read_text() == "old"
+    checkpoint.check_content(path)
+
+
+def test_what_was_just_written_stays(tmp_path: Path) -> None:
+    """Also where a run that went back finds higher steps; among the others steps count, not names."""
+    for step in (999_999, 1_000_000, 1_000_001):
+        write(tmp_path, step)
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["step-1000000", "step-1000001"]
+    path = write(tmp_path, 3)
+    assert checkpoint.read_state(path).step == 3
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["step-000003", "step-1000000", "step-1000001"]
+    write(tmp_path, 1_000_002)
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["step-1000001", "step-1000002"]
+
+
+def test_what_is_whole_need_not_be_written_again(tmp_path: Path) -> None:
+    """Another step, a cut file and no folder are no checkpoint of the step."""
+    path = write(tmp_path, 4, "0123")
+    assert checkpoint.is_of(path, 4)
+    assert not checkpoint.is_of(path, 5)
+    assert not checkpoint.is_of(None, 4)
+    (path / "weights").write_text("01")
+    assert not checkpoint.is_of(path, 4)
+
+
+def test_state_that_is_not_json_is_refused(tmp_path: Path) -> None:
+    """With what may be in it, and nothing is left behind."""
+    with pytest.raises(CheckpointError, match=r"cannot be written as JSON .*set.* state_dict may hold"):
+        checkpoint.write(tmp_path, TrainerState(1, {}, extra={"seen": {1, 2}}), lambda d: None, keep=1)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_damage_is_named(tmp_path: Path) -> None:
@@ -115,6 +164,23 @@ def test_a_foreign_checkpoint_is_refused_by_what_differs(tmp_path: Path, tiny_mo
     assert checkpoint.fingerprint(path.parent / "other")["model"]["hidden_size"] == 32
 
 
+def test_other_weights_of_the_same_architecture_are_foreign(tmp_path: Path, tiny_model: Path) -> None:
+    """One number of one tensor tells two models apart; a copy, also with another run's moments in it, is the same."""
+    mine = checkpoint.fingerprint(tiny_model)
+    path = checkpoint.write(tmp_path / "c", TrainerState(1, {}, mine), lambda d: None, keep=1)
+    twin = tmp_path / "twin"
+    shutil.copytree(tiny_model, twin)
+    save_file({"moments": torch.ones(3)}, twin / checkpoint.OPTIMIZER)
+    assert checkpoint.resume(path, checkpoint.fingerprint(twin)).step == 1
+    weights = load_file(twin / checkpoint.WEIGHTS)
+    weights["model.norm.weight"][0] += 1e-3
+    save_file(weights, twin / checkpoint.WEIGHTS, metadata={"format": "pt"})
+    with pytest.raises(
+        CheckpointError, match=r'belongs to another run: weights is "\w{16}" there and "\w{16}" in this'
+    ):
+        checkpoint.resume(path, checkpoint.fingerprint(twin))
+
+
 def test_the_best_is_kept_until_beaten(tmp_path: Path) -> None:
     """The marked checkpoint outlives newer ones, a worse validation moves no mark, a better one frees the old."""
     best = None
@@ -130,6 +196,7 @@ def test_the_best_is_kept_until_beaten(tmp_path: Path) -> None:
     assert (tmp_path / checkpoint.BEST).read_text() == "step-000007\n"
     assert checkpoint.improved(best, "loss", 0.4, 8, maximize=True) is None
     assert checkpoint.improved(None, "loss", 0.4, 8, maximize=True) == checkpoint.Best("loss", 0.4, 8)
+    assert checkpoint.improved(best, "mean@1", 0.4, 8, maximize=True) == checkpoint.Best("mean@1", 0.4, 8)
 
 
 def test_what_a_killed_process_left_goes(tmp_path: Path) -> None:
@@ -141,6 +208,21 @@ def test_what_a_killed_process_left_goes(tmp_path: Path) -> None:
     assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["step-000001"]
     write(tmp_path, 3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000003"]
+
+
+def test_what_a_killed_process_moved_away_comes_back(tmp_path: Path) -> None:
+    """A whole checkpoint whose replacement never came; not where it came, and not one half removed."""
+    for step in (1, 2, 3):
+        write(tmp_path, step, keep=9)
+    for step in (1, 2, 3):
+        shutil.copytree(tmp_path / f"step-{step:06d}", tmp_path / f".step-{step:06d}.removed")
+    shutil.rmtree(tmp_path / "step-000001")
+    shutil.rmtree(tmp_path / "step-000002")
+    (tmp_path / ".step-000002.removed" / "weights").unlink()
+    (tmp_path / ".step-000003.removed" / "weights").write_text("y")
+    write(tmp_path, 4, keep=9)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000003", "step-000004"]
+    assert (tmp_path / "step-000003" / "weights").read_text() == "x"
 
 
 def test_the_folder_is_a_model_for_transformers(tmp_path: Path, tiny_model: Path) -> None:
