@@ -30,6 +30,7 @@ RICH = Run(
     failed_rollouts=1,
     replicas=2,
     serving=True,
+    ppo=True,
     faults=("stale_engine", "sync_failed", "rollout_error", "tool_error", "dropped_group"),
 )
 
