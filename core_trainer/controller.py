@@ -12,12 +12,14 @@ own: its lines are the methods below.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -40,7 +42,7 @@ from core_trainer.workers.worker_group import WorkerGroup
 from rlinsight import names, telemetry
 from rlinsight.config import Config
 from rlinsight.config.algorithm import GROUP_ADVANTAGES, OVERLONG, AdaptiveController, KlSection
-from rlinsight.errors import RlinsightError, TrainingError
+from rlinsight.errors import CheckpointError, RlinsightError, TrainingError
 from rlinsight.telemetry import Span
 
 ON_POLICY = "one on-policy update: the update's own forward gives the same log-probs"
@@ -102,6 +104,7 @@ class Controller:
         self.validation_sets, self.fingerprint = cluster.validation_sets, cluster.fingerprint
         self.policy_version = cluster.policy_version
         self.step, self.best = 0, None
+        self._resumed = cluster.state.extra if cluster.state is not None else {}
         if cluster.state is not None:
             self.step, self.best = cluster.state.step, cluster.state.best
             if self.kl_controller is not None and cluster.state.kl_controller is not None:
@@ -119,31 +122,35 @@ class Controller:
     def train(self) -> RunSummary:
         """The loop over steps."""
         total, trainer = self.config.trainer.total_steps, self.config.trainer
-        if self.step == 0:
-            self.validate()
+        if self._resumed:  # not before a subclass's __init__ has set the defaults
+            self.load_state_dict(self._resumed)
+        if self.step == 0 and self.validate() and trainer.keep_best:
+            self._checkpoint()
         while self.step < total and not self.reporter.stop_requested():
-            position = self.sampler.state_dict()
+            position = self._position()
             try:
                 self._run_step(self.step + 1)
-                self.step, position = self.step + 1, self.sampler.state_dict()
+                self.step, position = self.step + 1, self._position()
                 is_best = self.validate()
             except _Abandoned:
-                self.sampler.load_state_dict(position)
+                self._rewind(*position)
                 break
             except RlinsightError:
-                self.sampler.load_state_dict(position)
+                self._rewind(*position)
                 self._save_what_is_whole()
                 raise
             if (trainer.checkpoint_every and self.step % trainer.checkpoint_every == 0) or (
                 is_best and trainer.keep_best
             ):
                 self._checkpoint()
-        if self.saved is None or checkpoint.read_state(self.saved).step != self.step:
-            self._checkpoint()
+        self._checkpoint()
         return RunSummary("finished" if self.step == total else "interrupted", self.step, self.rewards, self.saved)
 
     def validate(self) -> bool:
-        """Validate the current weights if it is time to; whether they are the best so far."""
+        """Validate the current weights if it is time to; whether they are the best so far.
+
+        Without a sample that could be scored they are not, and training goes on.
+        """
         section, total = self.config.validation, self.config.trainer.total_steps
         if section is None or not validation.is_due(section, self.step, total):
             return False
@@ -152,9 +159,27 @@ class Controller:
             self.policy, self.reward, self.validation_sets, self.config, self.step, self.job.attempt
         )
         value = validation.best_metric(measured, section)
+        if value is None:
+            metric = "/".join(section.best)
+            self.reporter.stage(f"validation of step {self.step} made no {metric}: too few samples could be scored")
+            return False
         best = checkpoint.improved(self.best, "/".join(section.best), value, self.step, maximize=True)
         self.best = best or self.best
         return best is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of a subclass's own that a checkpoint holds beside weights and data position; JSON types only."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what ``state_dict`` gave: before the first step of a resumed run, and when a step is given up.
+
+        Called with what is not empty. Raises CheckpointError where the checkpoint is of another controller.
+        """
+        raise CheckpointError(
+            f"the checkpoint holds state ({', '.join(state)}) that {type(self).__name__} does not load; resume with "
+            "the controller that wrote it, or give this one a load_state_dict"
+        )
 
     def train_step(self, step: Step) -> None:
         """One step: the phases in order."""
@@ -442,6 +467,15 @@ class Controller:
         }
         telemetry.event(names.GROUP_DROPPED, attributes)
 
+    def _position(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What a step moves besides weights: the data position and a subclass's own state."""
+        return self.sampler.state_dict(), copy.deepcopy(self.state_dict())
+
+    def _rewind(self, sampler: dict[str, Any], extra: dict[str, Any]) -> None:
+        self.sampler.load_state_dict(sampler)
+        if extra:
+            self.load_state_dict(extra)
+
     def _save_what_is_whole(self) -> None:
         """After a failed step: a checkpoint of the last finished one, unless an update of the step has begun."""
         if self.step and not self.updating:
@@ -449,7 +483,9 @@ class Controller:
                 self._checkpoint()
 
     def _checkpoint(self) -> None:
-        """Write a resumable checkpoint of the last finished step."""
+        """Write a resumable checkpoint of the last finished step, unless the one written last is of it."""
+        if checkpoint.is_of(self.saved, self.step):
+            return
         self.reporter.stage(f"writing checkpoint of step {self.step}")
         folder = self.job.run_dir / "checkpoints"
         with telemetry.span(names.CHECKPOINT, {names.STEP_INDEX: self.step}, announce=True) as span:
@@ -461,7 +497,8 @@ class Controller:
 
     def _state(self) -> TrainerState:
         controller = self.kl_controller.state_dict() if self.kl_controller is not None else None
-        return TrainerState(self.step, self.sampler.state_dict(), self.fingerprint, controller, self.best)
+        sampler, extra = self._position()
+        return TrainerState(self.step, sampler, self.fingerprint, controller, self.best, extra)
 
     def _savers(self) -> dict[str, Callable[[Path], object]]:
         """Who writes which part of a checkpoint."""

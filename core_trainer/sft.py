@@ -113,8 +113,8 @@ class SftController:
     def train(self) -> RunSummary:
         """The loop over steps."""
         total, trainer = self.total_steps, self.trainer
-        if self.step == 0:
-            self._validate()
+        if self.step == 0 and self._validate() and trainer.keep_best:
+            self._checkpoint()
         while self.step < total and not self.reporter.stop_requested():
             position = self.sampler.state_dict()
             try:
@@ -130,8 +130,7 @@ class SftController:
             best = self._validate() if due or self.step == total else False
             if (best and trainer.keep_best) or (trainer.checkpoint_every and self.step % trainer.checkpoint_every == 0):
                 self._checkpoint()
-        if self.saved is None or checkpoint.read_state(self.saved).step != self.step:
-            self._checkpoint()
+        self._checkpoint()
         return RunSummary("finished" if self.step == total else "interrupted", self.step, self.losses, self.saved)
 
     def train_step(self, step: int) -> None:
@@ -179,7 +178,9 @@ class SftController:
         return best is not None
 
     def _checkpoint(self) -> None:
-        """Write a resumable checkpoint of the last finished step."""
+        """Write a resumable checkpoint of the last finished step, unless the one written last is of it."""
+        if checkpoint.is_of(self.saved, self.step):
+            return
         self.reporter.stage(f"writing checkpoint of step {self.step}")
         state = TrainerState(self.step, self.sampler.state_dict(), self.cluster.fingerprint, best=self.best)
         with telemetry.span(names.CHECKPOINT, {names.STEP_INDEX: self.step}, announce=True) as span:

@@ -138,10 +138,10 @@ def _of_prompt(samples: Sequence[Sample], section: ValidationSection) -> dict[st
     return values
 
 
-def best_metric(metrics: Sequence[Metric], section: ValidationSection) -> float:
+def best_metric(metrics: Sequence[Metric], section: ValidationSection) -> float | None:
     """The value that decides the best checkpoint, negated unless ``maximize``: more is better.
 
-    Raises DataError when this validation did not make it.
+    None when this validation did not make it, as too few samples could be scored.
     """
     source, name = section.best
     sources = sorted({metric.source for metric in metrics})
@@ -150,10 +150,7 @@ def best_metric(metrics: Sequence[Metric], section: ValidationSection) -> float:
     for metric in metrics:
         if (metric.source, metric.name) == (source, name):
             return metric.value if section.maximize else -metric.value
-    raise DataError(
-        f"validation.best_metric={source}/{name} was not made; sources: {', '.join(sources)}; metrics: "
-        f"{', '.join(section.metrics)}"
-    )
+    return None
 
 
 # Prompts -------------------------------------------------------------------------------------------------------------
@@ -193,6 +190,11 @@ def load_sets(config: Config, tokenizer: PreTrainedTokenizerBase, context: int |
             for prompt, source in zip(prompts, sources, strict=True)
         ]
         sets.append(ValidationSet(named, sources))
+    if section.best[0] not in (ALL, *owners):
+        raise ConfigError(
+            f"validation.best_metric={section.best_metric!r} names no source of the data; known: "
+            f"{', '.join(sorted(owners))}"
+        )
     return sets
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +13,9 @@ import pytest
 
 from core_trainer import checkpoint
 from core_trainer.batching import TrainSample
-from core_trainer.controller import BYPASS, ON_POLICY, Controller
+from core_trainer.controller import BYPASS, ON_POLICY, Controller, Step
 from core_trainer.data import PromptSampler
-from core_trainer.job import Job, StepReport
+from core_trainer.job import Job, RunSummary, StepReport
 from core_trainer.metrics import TokenStats
 from core_trainer.optimizer import OptimizerStats
 from core_trainer.rewards import Component, RewardResult
@@ -23,7 +24,7 @@ from core_trainer.types import Prompt, Rollout, SamplingParams, Turn
 from core_trainer.value_model import ValueStats
 from core_trainer.workers.worker_group import WorkerGroup
 from rlinsight import config, names, telemetry
-from rlinsight.errors import RewardError, TrainingError
+from rlinsight.errors import CheckpointError, RewardError, TrainingError
 
 Recorded = list[tuple[str, dict[str, Any]]]
 Score = Callable[[Rollout], float | None]
@@ -565,17 +566,113 @@ def test_the_best_checkpoint_is_written_when_validation_improves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Validation before the first step counts as the best of none yet; later ones are written where they beat it."""
-    values = iter([0.5, 0.25, 0.75, 0.6])
-    monkeypatch.setattr("core_trainer.validation.validate", lambda *args: [])
-    monkeypatch.setattr("core_trainer.validation.best_metric", lambda *args: next(values))
-    bench = Bench(
-        tmp_path,
-        by_index,
-        validation={"datasets": [{"source": "v.jsonl"}], "every": 1},
-        trainer={"total_steps": 3, "keep_best": True, "keep_checkpoints": 1},
-    )
-    summary = bench.train()
+    summary = validated(tmp_path, monkeypatch, [0.5, 0.25, 0.75, 0.6])
     folder = tmp_path / "checkpoints"
     assert [path.name for path in checkpoint.checkpoints(folder)] == ["step-000002", "step-000003"]
     assert checkpoint.best(folder) == folder / "step-000002"
     assert checkpoint.read_state(summary.checkpoint).best == checkpoint.Best("all/mean@1", 0.75, 2)
+
+
+def validated(path: Path, monkeypatch: pytest.MonkeyPatch, values: Sequence[float | None]) -> RunSummary:
+    """A run of three steps that keeps one checkpoint and the best, its validations scripted."""
+    left = iter(values)
+    monkeypatch.setattr("core_trainer.validation.validate", lambda *args: [])
+    monkeypatch.setattr("core_trainer.validation.best_metric", lambda *args: next(left))
+    bench = Bench(
+        path,
+        by_index,
+        validation={"datasets": [{"source": "v.jsonl"}], "every": 1},
+        trainer={"total_steps": 3, "keep_best": True, "keep_checkpoints": 1},
+    )
+    return bench.train()
+
+
+def test_initial_weights_that_stay_the_best_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training that only makes it worse leaves the checkpoint of step 0 as the best one."""
+    summary = validated(tmp_path, monkeypatch, [0.5, 0.25, 0.1, 0.5])
+    folder = tmp_path / "checkpoints"
+    assert [path.name for path in checkpoint.checkpoints(folder)] == ["step-000000", "step-000003"]
+    best = checkpoint.best(folder)
+    assert best == folder / "step-000000"
+    assert (checkpoint.read_state(best).step, checkpoint.read_state(best).sampler["position"]) == (0, 0)
+    assert checkpoint.read_state(summary.checkpoint).best == checkpoint.Best("all/mean@1", 0.5, 0)
+
+
+def test_a_validation_without_scores_is_not_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where every reward failed it is said and training goes on; the next one with a score decides again."""
+    said: list[str] = []
+    monkeypatch.setattr(Watcher, "stage", lambda self, text: said.append(text))
+    summary = validated(tmp_path, monkeypatch, [None, 0.25, None, 0.1])
+    assert summary.status == "finished"
+    assert [text for text in said if "made no" in text] == [
+        f"validation of step {step} made no all/mean@1: too few samples could be scored" for step in (0, 2)
+    ]
+    assert checkpoint.best(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step-000001"
+
+
+def test_a_checkpoint_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure after a checkpoint of its step, or right after a resume, leaves that one alone; a damaged one not."""
+
+    def score(rollout: Rollout) -> float:
+        if rollout.prompt.prompt_id == "p/3":
+            raise RewardError("lost")
+        return by_index(rollout)
+
+    written: list[int] = []
+    plain = checkpoint.write
+
+    def write(folder: Path, state: checkpoint.TrainerState, *args: Any) -> Path:
+        written.append(state.step)
+        return plain(folder, state, *args)
+
+    monkeypatch.setattr(checkpoint, "write", write)
+    bench = Bench(tmp_path, score, trainer={"checkpoint_every": 1})
+    with pytest.raises(RewardError):
+        bench.train()
+    assert written == [1]
+    (saved,) = checkpoint.checkpoints(tmp_path / "checkpoints")
+    bench.job = replace(bench.job, resume=saved)
+    bench.cluster.state = checkpoint.resume(saved, {})
+    for damaged in (False, True):
+        if damaged:
+            (saved / "weights").unlink()
+        bench.cluster.sampler.load_state_dict(bench.cluster.state.sampler)
+        with pytest.raises(RewardError):
+            bench.train()
+        assert written == [1] + damaged * [1]
+    assert checkpoint.is_of(saved, 1)
+
+
+class Counting(Controller):
+    """Counts its steps in a state of its own."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.own: dict[str, Any] = {"steps": []}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.own
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.own = state
+
+    def train_step(self, step: Step) -> None:
+        self.own["steps"].append(step.index)
+        super().train_step(step)
+
+
+def test_state_of_a_subclass_is_saved_and_restored(tmp_path: Path) -> None:
+    """A step that is given up leaves no trace in it; a controller that cannot load it says so."""
+    bench = Bench(tmp_path, by_index, stop_at=7, trainer={"total_steps": 3})  # in step 2, before the update
+    interrupted = Counting(bench.config, bench.job, bench.watcher, bench.cluster)  # type: ignore[arg-type]
+    summary = interrupted.train()
+    assert summary.step == 1
+    state = checkpoint.resume(summary.checkpoint, {})  # type: ignore[arg-type]
+    assert state.extra == interrupted.own == {"steps": [1]}
+    resumed = Bench(tmp_path, by_index, trainer={"total_steps": 3})
+    resumed.cluster.state = state
+    controller = Counting(resumed.config, resumed.job, resumed.watcher, resumed.cluster)  # type: ignore[arg-type]
+    controller.train()
+    assert controller.own == {"steps": [1, 2, 3]}
+    with pytest.raises(CheckpointError, match=r"holds state \(steps\) that Controller does not load"):
+        resumed.train()

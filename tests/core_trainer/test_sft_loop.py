@@ -131,6 +131,30 @@ def test_the_best_validation_is_kept(tmp_path: Path, tiny_model: Path) -> None:
     assert {path.name for path in checkpoint.checkpoints(folder)} == {best.name, "step-000006"}
 
 
+def test_initial_weights_that_stay_the_best_are_kept(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint of step 0 stays beside the last, and no step is written twice."""
+    losses = iter([1.0, 2.0, 3.0])
+    monkeypatch.setattr(
+        Group,
+        "scatter",
+        lambda self, method, parts, step=None: (
+            [next(losses) * sum(sample.num_tokens for sample in parts[0])]
+            if method == "loss"
+            else self.call(method, parts[0], step=step)
+        ),
+    )
+    watcher = Watcher()
+    train(tmp_path, tiny_model, watcher, total_steps=2, keep_best=True, keep_checkpoints=1, checkpoint_every=2)
+    folder = tmp_path / "run" / "checkpoints"
+    assert [path.name for path in checkpoint.checkpoints(folder)] == ["step-000000", "step-000002"]
+    assert checkpoint.best(folder) == folder / "step-000000"
+    assert [text for text in watcher.stages if text.startswith("writing")] == [
+        f"writing checkpoint of step {step}" for step in (0, 2)
+    ]
+
+
 def test_a_failed_step_leaves_the_last_whole_one(tmp_path: Path, tiny_model: Path) -> None:
     """An update that is refused changes nothing: the checkpoint is of the step before, and the run goes on from it."""
     whole = Watcher()

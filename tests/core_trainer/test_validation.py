@@ -32,7 +32,7 @@ from core_trainer.workers.policy import PolicyWorker
 from core_trainer.workers.reward import RewardWorker
 from rlinsight import config, names, telemetry
 from rlinsight.config import Config, ValidationSection
-from rlinsight.errors import ConfigError, DataError, RewardError
+from rlinsight.errors import ConfigError, RewardError
 
 RNG = random.Random(5)
 
@@ -160,8 +160,8 @@ def test_the_best_metric_is_one_number_of_which_more_is_better() -> None:
     assert best_metric(measure(samples[:1], section()), section()) == 1.0
     named = section(best_metric="x/pass@1", maximize=False)
     assert best_metric(measure(samples, named), named) == -1.0
-    with pytest.raises(DataError, match=r"best_metric=z/mean@1 was not made; sources: all, x, y; metrics: mean@1"):
-        best_metric(measure(samples, section()), section(best_metric="z/mean@1"))
+    assert best_metric(measure(samples, section()), section(best_metric="z/mean@1")) is None
+    assert best_metric([], section()) is None
 
 
 def test_when_it_is_due() -> None:
@@ -209,6 +209,18 @@ def test_datasets_are_written_as_the_training_data_unless_told_otherwise() -> No
     assert (loaded.train, loaded.prompt_column, loaded.answer_column) == ("v.jsonl", "q", "b")
     assert (loaded.prompt_suffix, loaded.max_prompt_tokens, loaded.size) == (" Think.", 9, None)
     assert (task.as_data(data).prompt_column, task.as_data(data).prompt_suffix) == ("prompt", " Go.")
+
+
+def test_a_best_metric_of_no_source_is_refused_at_the_start(tiny_model: Path) -> None:
+    """The sources of unnamed datasets are known once they are loaded."""
+    datasets = [{"source": "reasoning_gym:chain_sum", "size": 2}]
+    tokenizer = models.load_tokenizer(tiny_model)
+    wrong = make_config(tiny_model, validation={"datasets": datasets, "best_metric": "sums/mean@1"})
+    with pytest.raises(ConfigError, match=r"best_metric='sums/mean@1' names no source of the data; known: "):
+        load_sets(wrong, tokenizer, None)
+    (made,) = load_sets(make_config(tiny_model, validation={"datasets": datasets}), tokenizer, None)
+    right = make_config(tiny_model, validation={"datasets": datasets, "best_metric": f"{made.sources[0]}/mean@1"})
+    assert load_sets(right, tokenizer, None) == [made]
 
 
 # The phase ------------------------------------------------------------------------------------------------------------
