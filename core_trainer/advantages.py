@@ -83,6 +83,12 @@ def estimate(
     return {**metrics, names.M_ADVANTAGE_ABS: float(in_loss.abs().mean()) if len(in_loss) else None}
 
 
+def reference_kl(samples: Sequence[TrainSample]) -> float | None:
+    """Mean k3 over loss tokens of the old log-probs to the reference's; None without a loss token."""
+    mask, old, ref = (_padded(samples, name) for name in ("loss_mask", "old_log_probs", "ref_log_probs"))
+    return float(kl.k3(old[mask], ref[mask]).mean()) if bool(mask.any()) else None
+
+
 def correct(samples: Sequence[TrainSample], section: CorrectionSection) -> dict[str, float | None]:
     """Rollout correction: set the samples' ``weights`` and take rejected tokens out of their ``loss_mask``.
 

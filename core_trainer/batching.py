@@ -109,14 +109,18 @@ def micro_batches(samples: Sequence[TrainSample], token_budget: int) -> Iterator
         groups.setdefault(sample.group_id, []).append(sample)
     parts = [part for group in groups.values() for part in _split_group(group, token_budget)]
     parts.sort(key=lambda part: (max(sample.num_tokens for sample in part), len(part[0].prompt_token_ids)))
-    current: list[list[TrainSample]] = []
+    current = list[TrainSample]()
+    num_parts, prompt, size = 0, 0, 0  # of the current micro-batch: parts, longest prompt, most rollouts of a part
     for part in parts:
-        if current and padded_tokens([*current, part]) > token_budget:
-            yield [sample for group in current for sample in group]
-            current = []
-        current.append(part)
+        prompt, size = max(prompt, len(part[0].prompt_token_ids)), max(size, len(part))
+        response = max(sample.num_tokens for sample in part) - 1  # the longest so far: parts are in this order
+        if current and (num_parts + 1) * (prompt + size * response) > token_budget:
+            yield current
+            current, num_parts, prompt, size = [], 0, len(part[0].prompt_token_ids), len(part)
+        current += part
+        num_parts += 1
     if current:
-        yield [sample for group in current for sample in group]
+        yield current
 
 
 def _split_group(group: list[TrainSample], token_budget: int) -> Iterator[list[TrainSample]]:
@@ -124,12 +128,13 @@ def _split_group(group: list[TrainSample], token_budget: int) -> Iterator[list[T
     if padded_tokens([group]) <= token_budget:
         yield group
         return
-    part: list[TrainSample] = []
+    prompt = len(group[0].prompt_token_ids)
+    part = list[TrainSample]()
     for sample in sorted(group, key=lambda sample: sample.num_tokens):
-        if part and padded_tokens([[*part, sample]]) > token_budget:
+        if part and prompt + (len(part) + 1) * (sample.num_tokens - 1) > token_budget:
             yield part
             part = []
-        part = [*part, sample]
+        part.append(sample)
     yield part
 
 

@@ -75,8 +75,10 @@ class Step:
     results: dict[str, RewardResult] = field(default_factory=dict)  # of ``sampled`` by rollout id
     samples: list[TrainSample] = field(default_factory=list)  # of ``rollouts``, in order
     sampling_s: float = 0.0
+    sampled_tokens: int = 0  # in that time, those of greedy rollouts too
     token_stats: TokenStats = field(default_factory=TokenStats)  # of the last epoch
     value_stats: ValueStats = field(default_factory=ValueStats)  # likewise
+    num_mini_batches: int = 0  # likewise
     updates: list[OptimizerStats] = field(default_factory=list)  # of the policy
     critic_updates: list[OptimizerStats] = field(default_factory=list)
     metrics: dict[str, float | None] = field(default_factory=dict)
@@ -209,8 +211,9 @@ class Controller:
             step.greedy_rewards |= {r.group_id.removesuffix(GREEDY): r.reward for r in greedy if r.reward is not None}
             rollouts = rollouts[: len(rollouts) - len(greedy)]
             kept, reasons = self._select(step, rollouts)
+            members = _by_group(rollouts)
             for group_id, reason in reasons.items():
-                self._record_dropped([r for r in rollouts if r.group_id == group_id], reason)
+                self._record_dropped(members[group_id], reason)
             step.sampled += rollouts
             step.rollouts += kept
             num_sampled += len(groups)
@@ -234,6 +237,7 @@ class Controller:
                 greedy = replace(self.params, temperature=0.0)
                 rollouts += self._sample(step, [_greedy(group) for group in groups], greedy)
             step.sampling_s += time.perf_counter() - began
+            step.sampled_tokens += sum(rollout.num_response_tokens for rollout in rollouts)
         return rollouts
 
     def score(self, step: Step, rollouts: Sequence[Rollout]) -> None:
@@ -289,13 +293,13 @@ class Controller:
         num_epochs, critic = self.config.algorithm.num_epochs, self.config.algorithm.model_critic
         with self.phase(names.TRAIN):
             for epoch in range(num_epochs):
-                step.token_stats, step.value_stats = TokenStats(), ValueStats()
+                step.token_stats, step.value_stats, step.num_mini_batches = TokenStats(), ValueStats(), 0
                 for parts in self._mini_batches(step, epoch):
+                    step.num_mini_batches += 1
                     if self.critic is not None:
                         self._update_critic(step, parts)
                     if critic is None or step.index > critic.warmup_steps:
                         self._update_policy(step, parts, record=epoch == num_epochs - 1)
-            self.policy_version += len(step.updates)
             self._adapt_kl(step)
 
     def _update_policy(self, step: Step, parts: list[list[TrainSample]], record: bool) -> None:
@@ -308,6 +312,7 @@ class Controller:
         except TrainingError:  # raised before any weight changes
             self.updating = was_updating
             raise
+        self.policy_version += 1
 
     def _update_critic(self, step: Step, parts: list[list[TrainSample]]) -> None:
         assert self.critic is not None
@@ -387,9 +392,8 @@ class Controller:
         if self.config.algorithm.advantage.type in GROUP_ADVANTAGES:
             checks["too_small"] = shaping.too_small(groups)
         for section in options.group_filters:
-            check = registry.find("group_filter", section.type)
-            checks[section.type] = check.call(
-                {"rewards": rewards, "groups": groups}, section.model_dump(exclude={"type"})
+            checks[section.type] = shaping.filter_groups(
+                section.type, rewards, groups, section.model_dump(exclude={"type"})
             )
         if options.dynamic_sampling is not None:
             checks["zero_variance"] = shaping.zero_variance(rewards, groups)
@@ -444,26 +448,32 @@ class Controller:
     def _adapt_kl(self, step: Step) -> None:
         if self.kl_controller is not None:
             step.metrics[names.M_KL_COEF] = self.kl_coef
+            if step.updates and (distance := self._reference_kl(step)) is not None:
+                self.kl_controller.update(distance, len(step.rollouts))
+
+    def _reference_kl(self, step: Step) -> float | None:
+        """Mean k3 over loss tokens from the weights the step starts from to the reference."""
+        if any(sample.old_log_probs is None for sample in step.samples):  # the one update's own forward is of them
             stats = step.token_stats
-            if stats.num_tokens:
-                self.kl_controller.update(stats.ref_kl / stats.num_tokens, len(step.rollouts))
+            return stats.ref_kl / stats.num_tokens if stats.num_tokens else None
+        return advantages.reference_kl(step.samples)
 
     def _drop_rejected(self, step: Step) -> None:
         """Drop groups without a loss token left, so that no mini-batch is made of them alone."""
         left = {sample.group_id for sample in step.samples if sample.loss_mask.any()}
-        dropped = dict.fromkeys(sample.group_id for sample in step.samples if sample.group_id not in left)
-        for group_id in dropped:
-            self._record_dropped([r for r in step.rollouts if r.group_id == group_id], "rejected")
+        dropped = _by_group([rollout for rollout in step.rollouts if rollout.group_id not in left])
+        for rollouts in dropped.values():
+            self._record_dropped(rollouts, "rejected")
         step.rollouts = [rollout for rollout in step.rollouts if rollout.group_id in left]
         step.samples = [sample for sample in step.samples if sample.group_id in left]
-        step.metrics[names.M_GROUPS_DROPPED] = (step.metrics[names.M_GROUPS_DROPPED] or 0) + len(dropped)
+        step.metrics[names.M_GROUPS_DROPPED] = (step.metrics.get(names.M_GROUPS_DROPPED) or 0) + len(dropped)
 
     def _record_dropped(self, rollouts: Sequence[Rollout], reason: str) -> None:
         attributes = {
             names.GROUP_ID: rollouts[0].group_id,
             names.PROMPT_ID: rollouts[0].prompt.prompt_id,
             names.REASON: reason,
-            names.GROUP_SIZE: len(rollouts),
+            names.BATCH_SIZE: len(rollouts),
         }
         telemetry.event(names.GROUP_DROPPED, attributes)
 
@@ -518,19 +528,18 @@ class Controller:
         sampled = sum(rollout.num_response_tokens for rollout in step.sampled)
         tokens = sampled + sum(len(rollout.prompt.token_ids) for rollout in step.sampled)
         metrics = rollout_metrics(step.sampled) | step.metrics
-        num_epochs = self.config.algorithm.num_epochs
         if step.updates:
-            metrics |= step.token_stats.metrics(self.config.algorithm, len(step.updates) // num_epochs)
+            metrics |= step.token_stats.metrics(self.config.algorithm, step.num_mini_batches)
             metrics |= update_metrics(step.updates)
-        if self.config.algorithm.critic is not None and (updates := step.critic_updates or step.updates):
-            metrics |= step.value_stats.metrics(len(updates) // num_epochs)
+        if self.config.algorithm.critic is not None and (step.critic_updates or step.updates):
+            metrics |= step.value_stats.metrics(step.num_mini_batches)
         if step.critic_updates:
             metrics |= critic_metrics(step.critic_updates)
         return {
             **metrics,
             names.M_TOKENS_PER_S: tokens / seconds,
             names.M_SAMPLES_PER_S: len(step.sampled) / seconds,
-            names.M_GEN_TOKENS_PER_S: sampled / step.sampling_s,
+            names.M_GEN_TOKENS_PER_S: step.sampled_tokens / step.sampling_s if step.sampling_s else None,
         }
 
 
@@ -540,6 +549,13 @@ def _kl_controller(section: KlSection | None) -> kl.Controller | None:
     if isinstance(section.controller, AdaptiveController):
         return kl.AdaptiveController(section.coef, section.controller.target, section.controller.horizon)
     return kl.FixedController(section.coef)
+
+
+def _by_group(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
+    groups: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        groups.setdefault(rollout.group_id, []).append(rollout)
+    return groups
 
 
 def _greedy(group: Group) -> Group:

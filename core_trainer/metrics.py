@@ -118,16 +118,20 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float | None]:
             groups.setdefault(rollout.group_id, []).append(rollout.reward)
     rewards = np.array([reward for group in groups.values() for reward in group])
     return {
-        names.M_REWARD_MEAN: float(rewards.mean()) if len(rewards) else None,
+        names.M_REWARD_MEAN: _mean(rewards),
         names.M_REWARD_STD: float(rewards.std(ddof=1)) if len(rewards) > 1 else None,
         names.M_REWARD_MAX: float(rewards.max()) if len(rewards) else None,
         names.M_REWARD_MIN: float(rewards.min()) if len(rewards) else None,
-        names.M_ZERO_VARIANCE: float(np.mean([len(set(group)) == 1 for group in groups.values()])) if groups else None,
-        names.M_LENGTH_MEAN: float(lengths.mean()),
-        names.M_LENGTH_MAX: float(lengths.max()),
-        names.M_TRUNCATED: float(np.mean([rollout.finish_reason == "length" for rollout in rollouts])),
-        names.M_PROMPT_LENGTH: float(np.mean([len(rollout.prompt.token_ids) for rollout in rollouts])),
+        names.M_ZERO_VARIANCE: _mean([len(set(group)) == 1 for group in groups.values()]),
+        names.M_LENGTH_MEAN: _mean(lengths),
+        names.M_LENGTH_MAX: float(lengths.max()) if len(lengths) else None,
+        names.M_TRUNCATED: _mean([rollout.finish_reason == "length" for rollout in rollouts]),
+        names.M_PROMPT_LENGTH: _mean([len(rollout.prompt.token_ids) for rollout in rollouts]),
     }
+
+
+def _mean(values: Sequence[float] | np.ndarray) -> float | None:
+    return float(np.mean(values)) if len(values) else None
 
 
 WEIGHTS = {  # what each mean or sum counted; the rest are per step
@@ -149,12 +153,15 @@ WEIGHTS = {  # what each mean or sum counted; the rest are per step
 
 
 def emit(name: str, value: float | None) -> None:
-    """One step metric, its reduction stated. An undefined value is absent, not 0."""
-    registered = names.METRICS[name]
+    """One step metric, its reduction stated. An undefined value is absent, not 0.
+
+    A name of the user's own, which the registry does not know, counts as a dimensionless mean.
+    """
+    registered = names.METRICS.get(name)
     attributes: dict[str, Any] = {
         names.METRIC_NAME: name,
-        names.METRIC_AGG: registered.agg,
-        names.METRIC_UNIT: registered.unit,
+        names.METRIC_AGG: registered.agg if registered else "mean",
+        names.METRIC_UNIT: registered.unit if registered else "1",
         names.METRIC_WEIGHT: WEIGHTS.get(name, "step"),
     }
     if value is not None:

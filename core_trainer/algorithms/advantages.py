@@ -105,11 +105,11 @@ def grpo_pass_at_k(rewards: Tensor, groups: Tensor, *, normalize_by_std: bool = 
     """
     index, counts = _groups(groups)
     rewards = rewards.double()
+    order = torch.argsort(rewards, descending=True)
+    order = order[torch.argsort(index[order], stable=True)]  # group by group, each from its best down
+    best = torch.cumsum(counts, 0).long() - counts.long()
     lead = torch.zeros_like(rewards)
-    for group in range(len(counts)):
-        members = (index == group).nonzero()[:, 0]
-        best, second = torch.topk(rewards[members], 2).indices
-        lead[members[best]] = rewards[members[best]] - rewards[members[second]]
+    lead[order[best]] = rewards[order[best]] - rewards[order[best + 1]]
     if not normalize_by_std:
         return lead
     return lead / (_std(_centre(rewards, index, counts), index, counts) + EPSILON)[index]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from core_trainer.algorithms import registry
 from core_trainer.algorithms.registry import group_filter
 from rlinsight.errors import ConfigError
-
-STALE = "stale"  # reason of rollouts that ``fresh`` drops
 
 
 class Selection(NamedTuple):
@@ -41,9 +40,23 @@ def select(checks: Mapping[str, Tensor]) -> Selection:
     return Selection(keep, reasons)
 
 
-def fresh(policy_versions: Tensor, *, policy_version: int, max_staleness: int) -> Tensor:
-    """Rollouts sampled at most ``max_staleness`` optimizer steps ago. policy_versions [B] int64 -> [B] bool."""
-    return policy_version - policy_versions <= max_staleness
+def filter_groups(name: str, rewards: Tensor, groups: Tensor, options: Mapping[str, Any]) -> Tensor:
+    """What the named filter keeps, [B] bool; rewards [B], groups [B].
+
+    Raises ConfigError for another shape or dtype, and for a filter that keeps part of a group: a group is learned from
+    whole, since an advantage compares its rollouts.
+    """
+    check = registry.find("group_filter", name)
+    keep = check.call({"rewards": rewards, "groups": groups}, options)
+    if keep.shape != groups.shape or keep.dtype != torch.bool:
+        got = f"{keep.dtype} of shape {list(keep.shape)}"
+        raise ConfigError(f"{check.title} returned {got}; return torch.bool of shape [B]={list(groups.shape)}")
+    index, zeros = _index(groups)
+    kept = zeros.index_add(0, index, keep.double())
+    partly = (kept > 0) & (kept < torch.bincount(index, minlength=len(zeros)))
+    if bool(partly.any()):
+        raise ConfigError(f"{check.title} keeps some rollouts of a group and not others; return one value for a group")
+    return keep
 
 
 @group_filter("zero_variance")

@@ -1,4 +1,4 @@
-"""Loss and quality of a value function."""
+"""Loss of a value function."""
 
 from __future__ import annotations
 
@@ -16,15 +16,3 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
         return 0.5 * plain, torch.zeros_like(plain, dtype=torch.bool)
     bounded = (torch.clamp(values, old_values - clip, old_values + clip) - returns) ** 2
     return 0.5 * torch.maximum(plain, bounded), bounded > plain
-
-
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """1 - var(returns - values) / var(returns) over the mask, in float64; NaN where the returns do not vary.
-
-    1 is a perfect critic, 0 one no better than a constant.
-    """
-    returns, values = returns.double()[mask], values.double()[mask]
-    spread = returns.var(correction=0) if returns.numel() else returns.new_zeros(())
-    if float(spread) == 0:
-        return float("nan")
-    return float(1 - (returns - values).var(correction=0) / spread)

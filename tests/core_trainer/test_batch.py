@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from core_trainer.batch import attach, balanced_groups, mini_batches, split_groups, to_samples
-from core_trainer.metrics import TokenStats, rollout_metrics, token_stats
+from core_trainer.metrics import TokenStats, emit, rollout_metrics, token_stats
 from core_trainer.types import Prompt, Rollout, Turn
-from rlinsight import names
+from rlinsight import names, telemetry
 from rlinsight.config import AlgorithmSection
 
 
@@ -165,6 +167,24 @@ def test_token_stats_by_hand_and_merged() -> None:
     assert merged.metrics(algorithm, 1) == pytest.approx(whole.metrics(algorithm, 1))
     assert stats(slice(2, 3)) == TokenStats()
     assert TokenStats().metrics(algorithm, 1)[names.M_ENTROPY] is None
+
+
+def test_metrics_of_no_rollout_are_absent() -> None:
+    """A step that samples nothing, as a controller of one's own may have, has no length either."""
+    assert set(rollout_metrics([]).values()) == {None}
+
+
+def test_a_metric_of_ones_own_is_recorded_as_a_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The registry's say what they are; others are dimensionless means over steps."""
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(telemetry, "event", lambda name, attributes: seen.append(attributes))
+    emit("replay/groups", 3.0)
+    emit(names.M_GEN_TOKENS_PER_S, 2.0)
+    columns = (names.METRIC_NAME, names.METRIC_AGG, names.METRIC_UNIT, names.METRIC_WEIGHT, names.METRIC_VALUE)
+    assert [tuple(each[column] for column in columns) for each in seen] == [
+        ("replay/groups", "mean", "1", "step", 3.0),
+        (names.M_GEN_TOKENS_PER_S, "last", "{token}/s", "step", 2.0),
+    ]
 
 
 def test_rollout_metrics_by_hand() -> None:

@@ -219,7 +219,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
 
 def dropped(recorded: Recorded) -> list[tuple[str, str, int]]:
     events = [attributes for name, attributes in recorded if name == names.GROUP_DROPPED]
-    return [(e[names.PROMPT_ID], e[names.REASON], e[names.GROUP_SIZE]) for e in events]
+    return [(e[names.PROMPT_ID], e[names.REASON], e[names.BATCH_SIZE]) for e in events]
 
 
 def skipped(recorded: Recorded) -> set[str]:

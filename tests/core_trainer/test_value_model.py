@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from core_trainer import attention, models, value_model
-from core_trainer.algorithms.values import explained_variance
 from core_trainer.batching import TrainSample, pack
 from core_trainer.forward import scores
 from core_trainer.optimizer import MasterOptimizer
@@ -174,7 +173,6 @@ def test_explained_variance_by_hand() -> None:
         of = [Moments.of(x) for x in (values[part], returns[part], returns[part] - values[part])]
         stats = stats.merge(ValueStats(0.25, 1, *of))
     assert stats.explained_variance == pytest.approx(0.75)
-    assert explained_variance(values, returns, torch.ones(3, dtype=torch.bool)) == pytest.approx(0.75)
     metrics = stats.metrics(2)
     assert metrics == pytest.approx(
         {

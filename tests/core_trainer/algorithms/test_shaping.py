@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from core_trainer.algorithms import registry, shaping
 from rlinsight.errors import ConfigError
@@ -52,9 +53,31 @@ def test_equal_rewards_have_no_variance_despite_rounding() -> None:
     assert shaping.zero_variance(rewards, torch.zeros(3, dtype=torch.int64)).tolist() == [False] * 3
 
 
-def test_staleness_bound_is_inclusive() -> None:
-    """Version 7, bound 2: what version 5 sampled is the oldest that is kept."""
-    assert shaping.fresh(torch.tensor([4, 5, 7]), policy_version=7, max_staleness=2).tolist() == [False, True, True]
+def test_a_filter_keeps_whole_groups_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a group, a number for a rollout, and a value for a group are refused by the filter's name."""
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    rewards, groups = torch.tensor([0.0, 1.0, 2.0, 3.0], dtype=torch.float64), torch.tensor([7, 7, 4, 4])
+
+    @registry.group_filter("at_least")
+    def at_least(rewards: Tensor, *, low: float) -> Tensor:
+        return rewards >= low
+
+    @registry.group_filter("numbers")
+    def numbers(rewards: Tensor) -> Tensor:
+        return rewards
+
+    @registry.group_filter("short")
+    def short(rewards: Tensor) -> Tensor:
+        return rewards[:2] > 0
+
+    assert shaping.filter_groups("at_least", rewards, groups, {"low": 2.0}).tolist() == [False, False, True, True]
+    with pytest.raises(ConfigError, match="group filter 'at_least' keeps some rollouts of a group and not others"):
+        shaping.filter_groups("at_least", rewards, groups, {"low": 1.0})
+    with pytest.raises(ConfigError, match=r"'numbers' returned torch.float64 of shape \[4\]; return torch.bool"):
+        shaping.filter_groups("numbers", rewards, groups, {})
+    with pytest.raises(ConfigError, match=r"of shape \[2\]; return torch.bool of shape \[B\]=\[4\]"):
+        shaping.filter_groups("short", rewards, groups, {})
+    assert shaping.filter_groups("at_least", rewards[:0], groups[:0], {"low": 1.0}).tolist() == []
 
 
 def test_selection_names_the_first_reason() -> None:
