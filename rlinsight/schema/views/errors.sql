@@ -16,6 +16,7 @@ WITH cases AS (
   SELECT run_id, step, 'worker_call', method, lane, span_id FROM worker_calls WHERE status_code = 2
   UNION ALL
   SELECT run_id, step, 'dropped_group', reason, env, group_id FROM dropped_groups
+  WHERE reason NOT IN ('zero_variance', 'too_easy', 'too_hard')  -- those a run was told to drop: view group_drops
   UNION ALL
   SELECT run_id, step, 'step', status_message, NULL, span_id FROM steps WHERE status_code = 2
   UNION ALL
