@@ -570,6 +570,7 @@ def test_the_best_checkpoint_is_written_when_validation_improves(
     folder = tmp_path / "checkpoints"
     assert [path.name for path in checkpoint.checkpoints(folder)] == ["step-000002", "step-000003"]
     assert checkpoint.best(folder) == folder / "step-000002"
+    assert summary.checkpoint is not None
     assert checkpoint.read_state(summary.checkpoint).best == checkpoint.Best("all/mean@1", 0.75, 2)
 
 
@@ -592,9 +593,10 @@ def test_initial_weights_that_stay_the_best_are_kept(tmp_path: Path, monkeypatch
     summary = validated(tmp_path, monkeypatch, [0.5, 0.25, 0.1, 0.5])
     folder = tmp_path / "checkpoints"
     assert [path.name for path in checkpoint.checkpoints(folder)] == ["step-000000", "step-000003"]
-    best = checkpoint.best(folder)
-    assert best == folder / "step-000000"
-    assert (checkpoint.read_state(best).step, checkpoint.read_state(best).sampler["position"]) == (0, 0)
+    assert checkpoint.best(folder) == folder / "step-000000"
+    state = checkpoint.read_state(folder / "step-000000")
+    assert (state.step, state.sampler["position"]) == (0, 0)
+    assert summary.checkpoint is not None
     assert checkpoint.read_state(summary.checkpoint).best == checkpoint.Best("all/mean@1", 0.5, 0)
 
 
