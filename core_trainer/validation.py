@@ -11,7 +11,7 @@ maximum, and maj@k, the expected score of the majority's answer, all over the k-
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
@@ -290,8 +290,3 @@ def _record(metrics: Sequence[Metric], policy_version: int) -> None:
         if metric.std_error is not None:
             attributes[names.EVAL_STD_ERROR] = metric.std_error
         telemetry.event(names.EVAL, attributes)
-
-
-def report(metrics: Sequence[Metric]) -> Mapping[str, float]:
-    """For people watching: ``val/<source>/<metric>`` to value."""
-    return {f"val/{metric.source}/{metric.name}": metric.value for metric in metrics}

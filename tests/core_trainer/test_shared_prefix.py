@@ -110,6 +110,35 @@ def test_micro_batches_change_nothing(pair: tuple, budget: int) -> None:
         np.testing.assert_allclose(mine, theirs, atol=1e-5)
 
 
+@pytest.mark.parametrize("budget", [1, 40, 90, 300])
+def test_micro_batches_are_filled_greedily(budget: int) -> None:
+    """Running maxima give what counting each candidate anew gives: parts by length, one more while it fits."""
+    rng = np.random.default_rng(budget)
+    prompts = [rng.integers(0, 9, rng.integers(1, 20)) for _ in range(12)]
+    samples = [
+        make_sample(rng, g, i, prompts[g], int(rng.integers(1, 25))) for g in range(12) for i in range(g % 5 + 1)
+    ]
+    parts: list[list[TrainSample]] = []
+    for g in range(12):
+        group = [sample for sample in samples if sample.group_id == f"g{g}"]
+        if padded_tokens([group]) <= budget:
+            parts.append(group)
+            continue
+        parts.append([])
+        for sample in sorted(group, key=lambda sample: sample.num_tokens):
+            if parts[-1] and padded_tokens([[*parts[-1], sample]]) > budget:
+                parts.append([])
+            parts[-1].append(sample)
+    parts.sort(key=lambda part: (max(sample.num_tokens for sample in part), len(part[0].prompt_token_ids)))
+    expected: list[list[list[TrainSample]]] = []
+    for part in parts:
+        if not expected or padded_tokens([*expected[-1], part]) > budget:
+            expected.append([])
+        expected[-1].append(part)
+    ids = [[sample.rollout_id for part in parts for sample in part] for parts in expected]
+    assert [[sample.rollout_id for sample in part] for part in micro_batches(samples, budget)] == ids
+
+
 def test_models_it_cannot_express_are_refused(tiny_model: Path) -> None:
     """Sliding windows and soft-capped logits are refused by name instead of being trained wrongly."""
     from rlinsight.errors import ModelError

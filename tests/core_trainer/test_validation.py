@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from core_trainer import models
 from core_trainer.job import Job
 from core_trainer.validation import (
     SUBSETS,
+    Metric,
     Sample,
     best_at_k,
     best_metric,
@@ -24,7 +26,6 @@ from core_trainer.validation import (
     maj_at_k,
     measure,
     pass_at_k,
-    report,
     validate,
 )
 from core_trainer.workers.base import Place
@@ -39,6 +40,10 @@ RNG = random.Random(5)
 
 def section(**options: Any) -> ValidationSection:
     return ValidationSection.model_validate({"datasets": [{"source": "a.jsonl"}], **options})
+
+
+def report(metrics: Sequence[Metric]) -> dict[str, float]:
+    return {f"val/{metric.source}/{metric.name}": metric.value for metric in metrics}
 
 
 # Metrics --------------------------------------------------------------------------------------------------------------
