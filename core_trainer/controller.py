@@ -291,15 +291,17 @@ class Controller:
         Token statistics are those of the last epoch. The critic's first steps may be its alone.
         """
         num_epochs, critic = self.config.algorithm.num_epochs, self.config.algorithm.model_critic
+        policy_learns = critic is None or step.index > critic.warmup_steps
         with self.phase(names.TRAIN):
             for epoch in range(num_epochs):
+                is_last = epoch == num_epochs - 1
                 step.token_stats, step.value_stats, step.num_mini_batches = TokenStats(), ValueStats(), 0
                 for parts in self._mini_batches(step, epoch):
                     step.num_mini_batches += 1
                     if self.critic is not None:
-                        self._update_critic(step, parts)
-                    if critic is None or step.index > critic.warmup_steps:
-                        self._update_policy(step, parts, record=epoch == num_epochs - 1)
+                        self._update_critic(step, parts, record=is_last and not policy_learns)
+                    if policy_learns:
+                        self._update_policy(step, parts, record=is_last)
             self._adapt_kl(step)
 
     def _update_policy(self, step: Step, parts: list[list[TrainSample]], record: bool) -> None:
@@ -314,9 +316,9 @@ class Controller:
             raise
         self.policy_version += 1
 
-    def _update_critic(self, step: Step, parts: list[list[TrainSample]]) -> None:
+    def _update_critic(self, step: Step, parts: list[list[TrainSample]], record: bool) -> None:
         assert self.critic is not None
-        for values in self.critic.scatter("forward_backward", parts, step=step.index):
+        for values in self.critic.scatter("forward_backward", parts, record, step=step.index):
             step.value_stats = step.value_stats.merge(values)
         was_updating, self.updating = self.updating, True
         try:

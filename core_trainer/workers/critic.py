@@ -19,6 +19,7 @@ from core_trainer.job import Job
 from core_trainer.optimizer import MasterOptimizer, OptimizerStats
 from core_trainer.value_model import ValueStats
 from core_trainer.workers.base import Place, Worker, meet, use_threads
+from core_trainer.workers.recording import record_trained
 from rlinsight import names, telemetry
 from rlinsight.config import Config
 from rlinsight.config.critic import ModelCritic
@@ -70,8 +71,11 @@ class CriticWorker(Worker):
         budget = self.trainer.micro_batch_tokens
         return {"values": value_model.sample_values(self.decoder, self.head, samples, budget)}
 
-    def forward_backward(self, samples: Sequence[TrainSample]) -> ValueStats:
-        """Add the value loss gradient of ``samples``, whose values and returns are set, to the accumulated one."""
+    def forward_backward(self, samples: Sequence[TrainSample], record: bool = False) -> ValueStats:
+        """Add the value loss gradient of ``samples``, whose values and returns are set, to the accumulated one.
+
+        ``record`` emits what each token went through, in a step that leaves the policy as it sampled them.
+        """
         stats = ValueStats()
         for part in micro_batches(samples, self.trainer.micro_batch_tokens):
             batch = pack(part, self.decoder.device)
@@ -82,6 +86,8 @@ class CriticWorker(Worker):
                 loss.backward()
                 self.optimizer.accumulate()
             stats = stats.merge(found)
+            for sample in part if record else ():
+                record_trained(sample, sample.policy_version)
         return stats
 
     def optim_step(self, step: int) -> OptimizerStats:

@@ -29,6 +29,7 @@ from core_trainer.rollout.sample import Group, sample_rollouts
 from core_trainer.types import Rollout, SamplingParams
 from core_trainer.value_model import ValueHead, ValueStats
 from core_trainer.workers.base import Place, Worker, meet, use_threads
+from core_trainer.workers.recording import record_trained
 from rlinsight import names, telemetry
 from rlinsight.config import Config
 from rlinsight.config.critic import SharedCritic
@@ -193,39 +194,15 @@ class PolicyWorker(Worker):
         return stats, value_stats
 
     def _record(self, batch: PackedBatch, old: Tensor, current: Tensor, entropy: Tensor, clipped: Tensor) -> None:
-        """One event per turn consumed: its advantage and per-token arrays."""
+        """What the micro-batch was trained on."""
         columns = zip(batch.samples, *(batch.split(x) for x in (old, current, entropy, clipped)), strict=True)
         for sample, olds, currents, entropies, cuts in columns:
-            floats = {
+            found: dict[str, np.ndarray] = {
                 names.OLD_LOG_PROBS_ARRAY: olds,
                 names.LOG_PROBS_ARRAY: currents,
-                names.REF_LOG_PROBS_ARRAY: sample.ref_log_probs,
                 names.ENTROPY_ARRAY: entropies,
-                names.ADVANTAGES_ARRAY: sample.advantages,
-                names.WEIGHTS_ARRAY: sample.weights,
-                names.VALUES_ARRAY: sample.values,
-                names.RETURNS_ARRAY: sample.returns,
             }
-            flags = {names.LOSS_MASK: sample.loss_mask, names.CLIPPED_ARRAY: cuts}
-            assert sample.advantages is not None, "advantages come before the update"
-            for index, start, end in sample.turns:
-                part = slice(start, end)
-                telemetry.event(
-                    names.ROLLOUT_TRAINED,
-                    {
-                        names.ROLLOUT_ID: sample.rollout_id,
-                        names.TURN_INDEX: index,
-                        names.POLICY_VERSION: self.policy_version,
-                        names.ADVANTAGE: float(sample.advantages[start]),
-                        **{name: array[part].astype("u1").tobytes() for name, array in flags.items()},
-                        **{
-                            name: array[part].astype("<f4").tobytes()
-                            for name, array in floats.items()
-                            if array is not None
-                        },
-                    },
-                    carrier=sample.carrier,
-                )
+            record_trained(sample, self.policy_version, found, cuts)
 
     def optim_step(self, step: int) -> OptimizerStats:
         """Sum gradients over ranks, clip, update. The rollout engine keeps the old weights until ``sync_weights``."""

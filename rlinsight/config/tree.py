@@ -74,6 +74,20 @@ class Config(Section):
                 f"trainer.prompts_per_step={self.trainer.prompts_per_step} leaves a mini-batch empty; lower "
                 "num_mini_batches or raise trainer.prompts_per_step"
             )
+        critic, trainer = algorithm.model_critic, self.trainer
+        if critic is not None and critic.warmup_steps:
+            left = trainer.total_steps - critic.warmup_steps
+            if left < 1:
+                raise ValueError(
+                    f"algorithm.critic.warmup_steps={critic.warmup_steps} of trainer.total_steps={trainer.total_steps} "
+                    "leaves the policy no step; lower it or raise total_steps"
+                )
+            if trainer.lr_schedule != "constant" and trainer.warmup_steps >= left:
+                raise ValueError(
+                    f"trainer.lr_schedule={trainer.lr_schedule} never begins: algorithm.critic.warmup_steps="
+                    f"{critic.warmup_steps} of total_steps={trainer.total_steps} leave the policy {left}, and "
+                    f"trainer.warmup_steps={trainer.warmup_steps}; lower either or set lr_schedule: constant"
+                )
         if self.validation is not None:
             self.validation.check(self.rollout, self.reward)
         elif self.trainer.keep_best:

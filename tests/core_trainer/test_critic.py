@@ -20,10 +20,10 @@ from core_trainer.value_model import ValueStats
 from core_trainer.workers.base import Place
 from core_trainer.workers.critic import CriticWorker
 from core_trainer.workers.worker_group import free_port
-from rlinsight import config, telemetry
+from rlinsight import config, names, telemetry
 from rlinsight.config import ModelSection
 from rlinsight.config.critic import CriticSection, ModelCritic
-from rlinsight.errors import CheckpointError, ModelError
+from rlinsight.errors import CheckpointError, ConfigError, ModelError
 from tests.core_trainer.test_value_model import naive_values, valued_samples
 
 
@@ -117,6 +117,40 @@ def test_bfloat16_keeps_the_head_in_float32(tmp_path: Path, tiny_model: Path) ->
     masters = worker.optimizer.named_master(worker.model)
     assert torch.equal(masters["value_head.weight"], worker.head.weight)
     assert not torch.equal(masters["decoder.norm.weight"], worker.decoder.norm.weight.float())  # type: ignore[union-attr]
+
+
+def test_what_the_critic_learned_from_is_recorded_on_demand(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One event per turn, under its rollout: advantage, values and returns; no number of a policy that did not run."""
+    worker = make_worker(tiny_model, tmp_path, trainer={"micro_batch_tokens": 20})
+    samples = valued_samples()
+    for sample in samples:
+        sample.turns = [(0, 0, 1), (1, 1, sample.num_tokens)] if sample.num_tokens > 1 else [(0, 0, 1)]
+        sample.carrier = {"traceparent": sample.rollout_id}
+        sample.policy_version = 3
+    events: list[tuple[str, dict[str, Any], dict[str, str]]] = []
+    monkeypatch.setattr(telemetry, "event", lambda name, found, carrier: events.append((name, found, carrier)))
+    worker.forward_backward(samples)
+    assert events == []
+    worker.forward_backward(samples, record=True)
+    assert sorted((found[names.ROLLOUT_ID], found[names.TURN_INDEX]) for _, found, _ in events) == sorted(
+        (sample.rollout_id, turn[0]) for sample in samples for turn in sample.turns
+    )
+    by_id = {sample.rollout_id: sample for sample in samples}
+    for name, found, carrier in events:
+        sample = by_id[found[names.ROLLOUT_ID]]
+        _, start, end = sample.turns[found[names.TURN_INDEX]]
+        assert (name, carrier, found[names.POLICY_VERSION]) == (names.ROLLOUT_TRAINED, sample.carrier, 3)
+        assert found[names.ADVANTAGE] == float(sample.advantages[start])  # type: ignore[index]
+        for key, array in (
+            (names.VALUES_ARRAY, sample.values),
+            (names.RETURNS_ARRAY, sample.returns),
+            (names.ADVANTAGES_ARRAY, sample.advantages),
+        ):
+            assert np.frombuffer(found[key], "<f4").tolist() == array[start:end].tolist()  # type: ignore[index]
+        assert np.frombuffer(found[names.LOSS_MASK], "u1").tolist() == sample.loss_mask[start:end].tolist()
+        assert {names.LOG_PROBS_ARRAY, names.ENTROPY_ARRAY, names.CLIPPED_ARRAY}.isdisjoint(found)
 
 
 def test_recomputed_layers_change_no_bit(tmp_path: Path, tiny_model: Path) -> None:
@@ -308,3 +342,28 @@ def test_the_critic_starts_from_the_policys_model_unless_told() -> None:
     assert ModelCritic(type="model").model_section(policy) == policy
     own = ModelCritic(type="model", source="a/critic").model_section(policy)
     assert (own.source, own.revision, own.compute_dtype) == ("a/critic", None, "float32")
+
+
+@pytest.mark.parametrize(
+    ("trainer", "warmup_steps", "message"),
+    [
+        ({"total_steps": 4}, 4, "warmup_steps=4 of trainer.total_steps=4 leaves the policy no step"),
+        ({"total_steps": 9, "warmup_steps": 5, "lr_schedule": "linear"}, 4, "lr_schedule=linear never begins"),
+        ({"total_steps": 4}, 3, None),
+        ({"total_steps": 9, "warmup_steps": 4, "lr_schedule": "linear"}, 4, None),
+    ],
+)
+def test_warmup_leaves_the_policy_steps_to_learn_in(trainer: dict[str, Any], warmup_steps: int, message: str | None):
+    """At least one, and one after its own warm-up where a schedule follows."""
+    tree = {
+        "model": {"source": "nowhere"},
+        "data": {"train": "d.jsonl"},
+        "reward": {"functions": [{"type": "numeric"}]},
+        "algorithm": {"name": "ppo", "critic": {"type": "model", "warmup_steps": warmup_steps}},
+        "trainer": trainer,
+    }
+    if message is None:
+        assert config.parse(tree).trainer.total_steps == trainer["total_steps"]
+    else:
+        with pytest.raises(ConfigError, match=message):
+            config.parse(tree)
