@@ -103,10 +103,15 @@ class Reference(Workers):
 class Critic(Workers):
     fail_at: int | None = None
 
+    def __init__(self, calls: list[str], role: str) -> None:
+        super().__init__(calls, role)
+        self.recorded: list[str] = []
+
     def values(self, samples: Sequence[TrainSample]) -> dict[str, list[np.ndarray]]:
         return {"values": [np.zeros(s.num_tokens, dtype=np.float32) for s in samples]}
 
-    def forward_backward(self, samples: Sequence[TrainSample]) -> ValueStats:
+    def forward_backward(self, samples: Sequence[TrainSample], record: bool) -> ValueStats:
+        self.recorded += [sample.rollout_id for sample in samples] if record else []
         return ValueStats()
 
 
@@ -480,6 +485,16 @@ def test_critic_warmup_leaves_the_policy_alone(tmp_path: Path) -> None:
     assert bench.metric(names.M_CRITIC_GRAD_NORM) == [1.0, 1.0]
     assert bench.metric(names.M_VALUE_LOSS) == [0.0, 0.0]
     assert bench.metric(names.M_KL_COEF) == [0.05, 0.05]
+
+
+def test_what_only_the_critic_learned_from_is_recorded_once(tmp_path: Path) -> None:
+    """By the critic in its warm-up, by the policy after; both in the last epoch."""
+    algorithm = {"name": "ppo", "num_mini_batches": 1, "num_epochs": 2, "critic": {"type": "model", "warmup_steps": 1}}
+    bench = Bench(tmp_path, by_index, algorithm=algorithm)
+    bench.train()
+    by_step = [[f"a1-s00000{step}-g000{g}-r{j}" for g in (0, 1) for j in (0, 1)] for step in (1, 2)]
+    assert sorted(bench.cluster.critic.recorded) == by_step[0]  # type: ignore[union-attr]
+    assert sorted(sample.rollout_id for sample in bench.policy.trained) == by_step[1]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
