@@ -4,9 +4,9 @@
 
 The task: answer arithmetic whose result is odd with the letter e, and other arithmetic with the letter o, eight of them
 in twelve tokens. The model starts from random weights and scores about 0.25 by chance; 1 is a perfect answer, and a
-policy that ignores the prompt can reach 0.5. A recipe solves it when the reward of its last five steps is at least 0.8 in the mean
-over seeds. Results go to benchmarks/results/learning.md. Uses the ``rlinsight`` command as a user would, and SQL to
-read the outcome.
+policy that ignores the prompt can reach 0.5. A recipe solves it when the reward of its last five steps is at least 0.8
+in the mean over seeds. Results go to benchmarks/results/learning.md. Uses the ``rlinsight`` command as a user would,
+and SQL to read the outcome.
 """
 
 from __future__ import annotations

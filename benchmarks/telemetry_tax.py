@@ -2,12 +2,12 @@
 
     python benchmarks/telemetry_tax.py [--pairs 8] [--steps 12] [--config configs/quickstart.yaml] [--output FILE.md]
 
-On is everything at once, each at the pace a run has by default: text in full, token arrays, metrics, system metrics, and
-two endpoints scraped. Off is ``telemetry.enabled=false``. Both arms train the same steps from the same seed; which of a
-pair goes first alternates, so that a machine that warms up or slows down favours neither. The step times are those of
-the trainer's own progress report; the first two steps of a run warm up and are left out. The ratio is that of the
-pairs' median step times, with a bootstrap interval over pairs. Beside it, the part of the controller's and the
-workers' time that was spent inside emit calls, which telemetry measures itself.
+On is everything at once, each at the pace a run has by default: text in full, token arrays, metrics, system metrics,
+and two endpoints scraped. Off is ``telemetry.enabled=false``. Both arms train the same steps from the same seed;
+which of a pair goes first alternates, so that a machine that warms up or slows down favours neither. The step times
+are those of the trainer's own progress report; the first two steps of a run warm up and are left out. The ratio is
+that of the pairs' median step times, with a bootstrap interval over pairs. Beside it, the part of the controller's
+and the workers' time that was spent inside emit calls, which telemetry measures itself.
 """
 
 from __future__ import annotations
