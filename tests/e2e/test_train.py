@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +90,10 @@ def project(tmp_path: Path, tiny_model: Path) -> Project:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Project]:
+def trained(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Project:
     """One run that uses every phase: KL loss, two epochs of two mini-batches, two data-parallel workers."""
     project = Project(tmp_path_factory.mktemp("trained"), tiny_model)
-    project.tree["algorithm"] = {"kl_coef": 0.05, "num_epochs": 2, "num_mini_batches": 2}
+    project.tree["algorithm"] = {"kl": {"coef": 0.05}, "num_epochs": 2, "num_mini_batches": 2}
     project.tree["rollout"] |= {"temperature": 0.7}
     project.tree["trainer"] |= {"num_workers": 2}
     project.train()
@@ -234,19 +233,179 @@ def test_resume_is_bitwise_and_a_run_repeats(project: Project) -> None:
     assert "attempt 2" in out
     whole, cut = project.runs()
     assert cut.name.startswith("cut")
-    mine, theirs = (load_file(run / "checkpoints/step-000006/model.safetensors") for run in (whole, cut))
-    assert mine.keys() == theirs.keys()
-    assert all(np.array_equal(mine[key], theirs[key]) for key in mine)
-    one, two = (
-        project.rows(f"SELECT * EXCLUDE (run_id, attempt) FROM train_metrics WHERE run_id = '{run.name}' ORDER BY step")
-        for run in (whole, cut)
-    )
-    assert len(one) == len(two) == 6
-    for a, b in zip(one, two, strict=True):
-        for column in ("reward_mean", "entropy", "grad_norm", "loss_total", "response_length_mean", "weights_changed"):
-            assert a[column] == b[column], (a["step"], column)
+    assert_same_run(project, whole, cut, 6)
     attempts = project.rows(f"SELECT attempt, resumed_from_step FROM run_starts WHERE run_id = '{cut.name}' ORDER BY 1")
     assert [tuple(row.values()) for row in attempts] == [(1, None), (2, 3)]
+
+
+def assert_same_run(project: Project, one: Path, other: Path, steps: int) -> None:
+    """The last checkpoints hold the same tensors, and every metric that is no speed is the same in each step."""
+    folders = [run / f"checkpoints/step-{steps:06d}" for run in (one, other)]
+    files = [sorted(path.relative_to(folder) for path in folder.rglob("*.safetensors")) for folder in folders]
+    assert files[0] == files[1]
+    for file in files[0]:
+        mine, theirs = (load_file(folder / file) for folder in folders)
+        assert mine.keys() == theirs.keys()
+        assert all(np.array_equal(mine[key], theirs[key]) for key in mine), file
+    mine, theirs = (
+        project.rows(
+            "SELECT step, name, value FROM step_metrics WHERE NOT name LIKE 'perf/%' "
+            f"AND run_id = '{run.name}' ORDER BY ALL"
+        )
+        for run in (one, other)
+    )
+    assert {row["step"] for row in mine} == set(range(1, steps + 1))
+    assert mine == theirs
+
+
+def assert_complete(project: Project) -> None:
+    """Everything links, nothing was dropped, nothing is left open."""
+    assert [row for row in project.rows("SELECT * FROM v_linkage") if row["linked"] != row["n"]] == []
+    health = project.rows("SELECT dropped, refused, missing FROM health WHERE run_id IS NOT NULL")
+    assert health
+    assert {tuple(row.values()) for row in health} == {(0, 0, 0)}
+    assert project.rows("SELECT * FROM open_spans") == []
+
+
+VALIDATION = {
+    "datasets": [{"source": "reasoning_gym:spell_backward", "size": 4, "name": "words"}],
+    "every": 1,
+    "n": 4,
+    "temperature": 1.0,
+}
+
+
+def test_ppo_resumes_bit_for_bit_with_its_critic_on_two_ranks(project: Project) -> None:
+    """Critic, its optimizer, the adapted KL coefficient and the best validation are restored; all of it is recorded."""
+    controller = {"type": "adaptive", "target": 0.001, "horizon": 32}
+    project.tree["algorithm"] = {"name": "ppo", "num_mini_batches": 2, "kl": {"controller": controller}}
+    project.tree["trainer"] |= {"num_workers": 2, "total_steps": 3, "keep_best": True, "keep_checkpoints": 1}
+    project.tree["validation"] = VALIDATION
+    project.train()
+    project.train("run.name=cut", "trainer.total_steps=1")
+    project.train("run.name=cut", "--resume")
+    whole, cut = project.runs()
+    assert_same_run(project, whole, cut, 3)
+    assert_complete(project)
+    kinds = {path.name for path in (cut / "checkpoints/step-000003/critic").glob("*.safetensors")}
+    assert kinds == {"model.safetensors", "optimizer.safetensors", "value_head.safetensors"}
+    coefs = project.rows(
+        f"SELECT value FROM step_metrics WHERE run_id = '{cut.name}' AND name = '{names.M_KL_COEF}' ORDER BY step"
+    )
+    assert len({row["value"] for row in coefs}) == 3
+    evals = [
+        project.rows(f"SELECT step, value FROM evals WHERE run_id = '{run.name}' AND metric = 'mean@4' ORDER BY step")
+        for run in (whole, cut)
+    ]
+    assert evals[0] == evals[1]
+    assert [row["step"] for row in evals[0]] == [0, 1, 2, 3]
+    first = max(evals[0], key=lambda row: row["value"])["step"]  # the first of equal ones
+    kept = {path.name for path in (whole / "checkpoints").glob("step-*")}
+    assert kept == {f"step-{step:06d}" for step in {first, 3}}
+    tokens = project.rows("SELECT count(*) AS n, count(value) AS v, count(value_target) AS r FROM tokens WHERE in_loss")
+    assert tokens[0]["n"] == tokens[0]["v"] == tokens[0]["r"] > 0
+    other = ("run.name=cut", "trainer.total_steps=4", "algorithm.critic.type=shared", "--resume")
+    out = project.train(*other, exit_code=1)
+    assert "cannot go on with this config" in out
+    assert "algorithm.critic.type: " in out
+
+
+def test_adapters_and_a_shared_critic_need_no_worker_more(project: Project) -> None:
+    """The reference is the model without its adapters: no worker of its own, and a KL of 0 in the first step alone."""
+    project.tree["model"]["lora"] = {"rank": 4, "alpha": 8}
+    project.tree["algorithm"] = {
+        "name": "ppo",
+        "critic": {"type": "shared"},
+        "kl": {"where": "loss", "estimator": "k3"},
+    }
+    project.tree["trainer"] |= {"total_steps": 2, "learning_rate": 1e-2}
+    project.train()
+    assert_complete(project)
+    (run,) = project.runs()
+    checkpoint = run / "checkpoints/step-000002"
+    files = {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*.*")}
+    assert {"adapter_model.safetensors", "critic/value_head.safetensors"} < files
+    assert "model.safetensors" not in files
+    processes = project.rows("SELECT DISTINCT service_name AS name FROM health WHERE run_id IS NOT NULL")
+    assert {row["name"] for row in processes} == {f"rlinsight.{role}" for role in ("controller", "policy", "reward")}
+    gaps = project.rows(
+        "SELECT step, max(abs(ref_log_prob - rollout_log_prob)) AS gap FROM tokens GROUP BY 1 ORDER BY 1"
+    )
+    assert gaps[0]["gap"] < 1e-4 < gaps[1]["gap"]
+
+
+PLUGIN = '''
+from core_trainer.algorithms.registry import advantage, policy_loss, TokenLoss
+
+
+@advantage("best_minus_rest")
+def best_minus_rest(rewards, groups, greedy_rewards, *, scale: float = 1.0):
+    """Against the greedy rollout of the prompt."""
+    return scale * (rewards - greedy_rewards)
+
+
+@policy_loss("plain")
+def plain(log_probs, advantages, *, sharpness: float = 1.0):
+    """Policy gradient."""
+    return TokenLoss(-sharpness * advantages * log_probs, log_probs.detach() * 0 + 1, log_probs > 0)
+'''
+
+
+def test_a_plugin_reaches_the_workers_and_recipes_record_what_they_drop(project: Project) -> None:
+    """A user's advantage and loss train with a greedy baseline; a wrong option is refused before a worker starts; dapo
+    links everything it sampled; a run of one recipe does not go on with another.
+    """
+    (project.path / "mine.py").write_text(PLUGIN)
+    project.tree["trainer"] |= {"total_steps": 2}
+    recipes = {
+        "dapo": {"name": "dapo", "num_mini_batches": 2, "shaping": {"dynamic_sampling": {"max_rounds": 2}}},
+        "mine": {
+            "plugins": ["mine.py"],
+            "advantage": {"type": "best_minus_rest", "scale": 0.5},
+            "policy_loss": {"type": "plain", "sharpness": 2.0},
+        },
+    }
+    project.tree["algorithm"] = recipes["dapo"]
+    project.train()
+    rounds = project.rows(
+        f"SELECT step, value FROM step_metrics WHERE name = '{names.M_SAMPLING_ROUNDS}' ORDER BY step"
+    )
+    groups = project.rows("SELECT step, count(DISTINCT group_id) AS n FROM rollouts GROUP BY step ORDER BY step")
+    dropped = project.rows("SELECT step, reason FROM dropped_groups")
+    for row, sampled in zip(rounds, groups, strict=True):
+        lost = sum(group["step"] == row["step"] for group in dropped)
+        assert 1 <= row["value"] <= 2
+        assert sampled["n"] == 4 if row["value"] == 1 else 4 < sampled["n"] <= 4 + lost
+    assert {group["reason"] for group in dropped} <= {"zero_variance"}
+    parts = project.rows("SELECT DISTINCT component FROM rewards ORDER BY 1")
+    assert [row["component"] for row in parts] == ["overlong", "short_words"]
+    assert_complete(project)
+
+    project.tree["algorithm"] = recipes["mine"]
+    out = project.train("trainer.total_steps=3", "--resume", exit_code=1)
+    assert "cannot go on with this config" in out
+    assert "algorithm.shaping.overlong.factor: 1.0 -> None" in out
+    project.train("run.name=mine")
+    assert_complete(project)
+    (mine,) = [path for path in project.runs() if path.name.startswith("mine")]
+    rows = project.rows(
+        f"SELECT r.group_id, r.reward, t.advantage FROM rollouts r JOIN rollout_training t USING (run_id, rollout_id) "
+        f"WHERE run_id = '{mine.name}'"
+    )
+    greedy = project.rows(
+        f"SELECT group_id, reward FROM rollout_samples JOIN rollout_scores USING (run_id, rollout_id) "
+        f"WHERE split = 'eval' AND run_id = '{mine.name}'"
+    )
+    baseline = {row["group_id"].removesuffix("-greedy"): row["reward"] for row in greedy}
+    assert len(rows) == 2 * 16
+    assert len(baseline) == 2 * 4
+    for row in rows:
+        assert row["advantage"] == pytest.approx(0.5 * (row["reward"] - baseline[row["group_id"]]), abs=1e-6)
+    out = project.train("algorithm.advantage.scale=high", "run.name=bad", exit_code=2)
+    assert "scale='high'" in out
+    assert not list((project.path / "runs").glob("bad*/checkpoints"))
+    out = project.train("algorithm.policy_loss.sharp=1", "run.name=bad", exit_code=2)
+    assert "has no option 'sharp'; did you mean 'sharpness'?" in out
 
 
 def test_a_failed_reward_leaves_a_resumable_run(project: Project) -> None:
