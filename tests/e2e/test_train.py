@@ -275,6 +275,7 @@ VALIDATION = {
 }
 
 
+@pytest.mark.timeout(900)  # three runs of eight processes each
 def test_ppo_resumes_bit_for_bit_with_its_critic_on_two_ranks(project: Project) -> None:
     """Critic, its optimizer, the adapted KL coefficient and the best validation are restored; all of it is recorded."""
     controller = {"type": "adaptive", "target": 0.001, "horizon": 32}
