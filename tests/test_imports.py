@@ -23,9 +23,19 @@ def heavy_after(code: str) -> list[str]:
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def _children_time() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
+def _processor_time(code: str) -> float:
+    """Of a fresh interpreter that runs ``code``, the least of three; nothing heavy may be loaded after it."""
+
+    def children() -> float:
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
+
+    took = []
+    for _ in range(3):
+        before = children()
+        assert heavy_after(code) == []
+        took.append(children() - before)
+    return min(took)
 
 
 def test_a_heavy_import_would_be_seen() -> None:
@@ -40,11 +50,12 @@ def test_importing_rlinsight_is_light(module: str) -> None:
 
 
 def test_help_is_light_and_instant() -> None:
-    """`rlinsight --help` loads none of them, nor pydantic, and takes less than 0.3 s of processor time."""
-    before = _children_time()
+    """`rlinsight --help` loads none of them, nor pydantic, and takes no more processor time than it takes to import
+    the libraries that print it: a ratio, so that it holds on any machine.
+    """
     run_help = "from rlinsight.cli import app\ntry: app(['--help'])\nexcept SystemExit: pass"
-    assert heavy_after(f"{run_help}\nimport sys\nassert 'pydantic' not in sys.modules") == []
-    assert _children_time() - before < 0.3
+    took = _processor_time(f"{run_help}\nimport sys\nassert 'pydantic' not in sys.modules")
+    assert took < _processor_time("import typer.rich_utils, rich.markdown, rich.table")
 
 
 def test_every_module_has_a_layer() -> None:

@@ -142,7 +142,7 @@ def test_gradient_and_statistics_equal_a_naive_loop(
 def test_every_policy_loss_gives_the_gradient_of_its_own_formula(tmp_path: Path, tiny_model: Path, name: str) -> None:
     """The worker's packed, weighted gradient is autograd's of the registered function over plain log-probs."""
     algorithm: dict[str, Any] = {"num_epochs": 2, "policy_loss": {"type": name}}
-    if name == "gspo":
+    if name in ("gspo", "gmpo"):
         algorithm["aggregation"] = "seq-mean-token-mean"
     worker = make_worker(tiny_model, tmp_path, algorithm=algorithm)
     try:
