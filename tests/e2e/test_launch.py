@@ -171,7 +171,7 @@ def test_ctrl_c_finishes_the_step_and_resume_goes_on(place: Place) -> None:
     run = interrupted(place, signal.SIGINT)
     assert place.run("finish", "--resume")[0] == 0
     [resumed] = place.query("select run_id, status, steps_done, attempts from runs")
-    assert resumed == {"run_id": run["run_id"], "status": "finished", "steps_done": 8, "attempts": 2}
+    assert resumed == {"run_id": run["run_id"], "status": "finished", "steps_done": 40, "attempts": 2}
     assert place.query("select resumed_from_step as n from run_starts where attempt = 2") == [{"n": run["steps_done"]}]
 
 
@@ -201,8 +201,8 @@ def test_a_library_that_turns_sigterm_into_an_exit_makes_no_failure(place: Place
 
 
 def interrupted(place: Place, number: signal.Signals) -> dict[str, Any]:
-    """Stop a run of eight steps after its first with one signal, check how it ends, and return its row."""
-    place.write(total_steps=8)
+    """Stop a run of forty steps after its first with one signal, check how it ends, and return its row."""
+    place.write(total_steps=40)  # 12 s: a step shows in the store up to 2.5 s after it ended
     process = place.start("slow")
     place.wait_for(lambda: place.store.exists() and _steps(place))
     process.send_signal(number)
@@ -261,7 +261,7 @@ def test_a_spool_that_cannot_be_delivered_at_the_end_fails_no_run(place: Place) 
 
 def test_a_collector_that_dies_is_replaced_while_the_run_goes_on(place: Place) -> None:
     """Twice; the senders of the run and of another process follow, all is stored once, and every edge links."""
-    place.write(total_steps=25)
+    place.write(total_steps=60)
     process = place.start("slow")
     first = place.wait_for(lambda: store.read_endpoint(place.store))
     worker = place.start_worker()
@@ -280,9 +280,9 @@ def test_a_collector_that_dies_is_replaced_while_the_run_goes_on(place: Place) -
     assert "left on disk" not in out
     assert f"collector {seen[0]} is gone, {seen[1]} took over" in err
     assert place.query("select status, steps_done from runs where name = 'r'") == [
-        {"status": "finished", "steps_done": 25}
+        {"status": "finished", "steps_done": 60}
     ]
-    assert place.query("select count(*) as n, count(distinct step) as steps from steps") == [{"n": 25, "steps": 25}]
+    assert place.query("select count(*) as n, count(distinct step) as steps from steps") == [{"n": 60, "steps": 60}]
     assert place.query("select count(*) as n from otel_logs where event_name = 'beat'") == [{"n": sent}]
     assert place.query("select edge from v_linkage where linked <> n") == []
     assert place.query("select sum(missing) as missing, sum(dropped) as dropped from health") == [
@@ -296,7 +296,7 @@ def test_a_collector_that_dies_is_replaced_while_the_run_goes_on(place: Place) -
 
 def test_a_store_that_dies_with_its_collector_still_lets_the_run_finish(place: Place) -> None:
     """When no collector can start again the run exits 0 and prints the command that delivers later, which works."""
-    place.write(total_steps=8)
+    place.write(total_steps=40)
     process = place.start("slow")
     place.wait_for(lambda: place.store.exists() and _steps(place))
     endpoint = store.read_endpoint(place.store)
@@ -310,12 +310,12 @@ def test_a_store_that_dies_with_its_collector_still_lets_the_run_finish(place: P
     place.store.rmdir()
     kept.rename(place.store)
     subprocess.run([Path(sys.executable).with_name("rlinsight"), *shlex.split(command)], check=True, timeout=60)
-    assert place.query("select count(*) as n from steps") == [{"n": 8}]
+    assert place.query("select count(*) as n from steps") == [{"n": 40}]
 
 
 def test_two_runs_share_one_collector(place: Place) -> None:
     """A second run becomes an owner of the collector that runs; the first gives up its share and leaves without it."""
-    place.write(total_steps=8)
+    place.write(total_steps=20)
     first = place.start("slow")
     endpoint = place.wait_for(lambda: store.read_endpoint(place.store))
     second = place.start("slow")
@@ -323,7 +323,7 @@ def test_two_runs_share_one_collector(place: Place) -> None:
     assert first.wait(timeout=30) == 0
     assert _owners(endpoint) == [second.pid]
     assert second.wait(timeout=30) == 0
-    assert place.query("select count(*) as n from runs where status = 'finished' and steps_done = 8") == [{"n": 2}]
+    assert place.query("select count(*) as n from runs where status = 'finished' and steps_done = 20") == [{"n": 2}]
 
 
 JOIN = """
