@@ -25,7 +25,7 @@ import psutil
 import yaml
 
 from rlinsight import store
-from rlinsight.config.algorithm import Preset
+from rlinsight.config.presets import Preset
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))

@@ -19,7 +19,8 @@ from core_trainer.algorithms import correction, kl, registry
 from core_trainer.algorithms.numerics import fill
 from core_trainer.batching import TrainSample
 from rlinsight import names
-from rlinsight.config.algorithm import AlgorithmSection, CorrectionSection
+from rlinsight.config.algorithm import AlgorithmSection
+from rlinsight.config.correction import CorrectionSection
 from rlinsight.errors import ConfigError
 
 

@@ -95,7 +95,7 @@ def write(
             _sync(marker)
             marker.rename(folder / BEST)
         _sync(folder)
-    except BaseException as error:
+    except BaseException as error:  # also when interrupted: nothing half-written stays; passed on
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError):
             raise _cannot_write(target, error) from None
@@ -348,7 +348,7 @@ def _replace(target: Path, partial: Path) -> None:
     replaced = _hide(target)
     try:
         partial.rename(target)
-    except BaseException:
+    except BaseException:  # also when interrupted; passed on
         if replaced.exists():
             replaced.rename(target)
         raise

@@ -51,7 +51,7 @@ class Cluster:
         try:
             with telemetry.span(names.SETUP, announce=True):
                 self._start()
-        except BaseException:
+        except BaseException:  # also when interrupted: no worker is left behind; passed on
             self._stop(ABORT_TIMEOUT_S)
             raise
         return self

@@ -41,7 +41,9 @@ from core_trainer.workers.policy import CRITIC
 from core_trainer.workers.worker_group import WorkerGroup
 from rlinsight import names, telemetry
 from rlinsight.config import Config
-from rlinsight.config.algorithm import GROUP_ADVANTAGES, OVERLONG, AdaptiveController, KlSection
+from rlinsight.config.advantage import GROUP_ADVANTAGES
+from rlinsight.config.kl import AdaptiveController, KlSection
+from rlinsight.config.shaping import OVERLONG
 from rlinsight.errors import CheckpointError, RlinsightError, TrainingError
 from rlinsight.telemetry import Span
 

@@ -219,24 +219,30 @@ def compute_dtype(setting: Literal["auto", "float32", "bfloat16"]) -> torch.dtyp
 
 def load_model(directory: Path, dtype: torch.dtype, attn_implementation: str = "eager") -> PreTrainedModel:
     """Causal language model on the CPU, in evaluation mode. Raises ModelError, also when the files lack a weight."""
+    model, missing = load_pretrained(AutoModelForCausalLM, directory, dtype, attn_implementation=attn_implementation)
+    if missing:
+        raise ModelError(f"model {directory} lacks {len(missing)} weights, such as {missing[0]}; download it again")
+    return model
+
+
+def load_pretrained(kind: Any, directory: Path, dtype: torch.dtype, **options: Any) -> tuple[Any, list[str]]:
+    """A model of one of transformers' auto classes, on the CPU, in evaluation mode, from local safetensors alone; and
+    the names of weights its files lack, which transformers fills with random values. Raises ModelError.
+    """
     transformers_logging.disable_progress_bar()
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        model, report = kind.from_pretrained(
             directory,
             dtype=dtype,
-            attn_implementation=attn_implementation,
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
+            **options,
         )
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError) as error:
         _refuse(directory, error)
-    model, report = loaded
-    missing = sorted(report["missing_keys"])
-    if missing:  # transformers goes on with randomly initialised values
-        raise ModelError(f"model {directory} lacks {len(missing)} weights, such as {missing[0]}; download it again")
-    return model
+    return model, sorted(report["missing_keys"])
 
 
 def to_accelerator(model: PreTrainedModel) -> None:

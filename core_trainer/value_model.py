@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from core_trainer.batching import PackedBatch, TrainSample, micro_batches, pack
 from core_trainer.checkpoint import WEIGHTS, copy_model_files, save_optimizer
 from core_trainer.forward import hidden_states
 from core_trainer.logprobs import TokenScores, token_scores
-from core_trainer.models import one_line
+from core_trainer.models import load_pretrained
 from core_trainer.optimizer import MasterOptimizer, OptimizerStats
 from rlinsight import names
 from rlinsight.errors import CheckpointError, ModelError
@@ -242,26 +241,13 @@ def load_head(directory: Path, hidden_size: int, seed: int | None) -> ValueHead:
 
 def _load_decoder(directory: Path) -> PreTrainedModel:
     """The model without its output layer, in evaluation mode."""
-    transformers_logging.disable_progress_bar()
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # that the output layer is not used is no news
     try:
-        loaded: Any = AutoModel.from_pretrained(
-            directory,
-            dtype=torch.float32,
-            attn_implementation="eager",
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError) as error:
-        raise ModelError(f"critic {directory} cannot be loaded: {one_line(error)}") from None
+        decoder, missing = load_pretrained(AutoModel, directory, torch.float32, attn_implementation="eager")
     finally:
         transformers_logging.set_verbosity(verbosity)
-    decoder, report = loaded
-    missing = sorted(report["missing_keys"])
-    if missing:  # transformers goes on with randomly initialised values
+    if missing:
         raise ModelError(f"critic {directory} lacks {len(missing)} weights, such as {missing[0]}; get it again")
     return decoder
 

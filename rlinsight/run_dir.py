@@ -32,6 +32,7 @@ RESUMABLE_CHANGES = (
     "trainer.epochs",
     "trainer.checkpoint_every",
     "trainer.keep_checkpoints",
+    "trainer.keep_best",
     "trainer.micro_batch_tokens",
     "rollout.max_batch_size",
     "reward.concurrency",

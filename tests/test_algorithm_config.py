@@ -7,7 +7,7 @@ from typing import Any, get_args
 import pytest
 
 from rlinsight import config
-from rlinsight.config.algorithm import PRESETS, Preset
+from rlinsight.config.presets import PRESETS, Preset
 from rlinsight.errors import ConfigError
 
 

@@ -41,6 +41,7 @@ def test_minimal_config_gets_defaults() -> None:
         (with_value("reward.functions", [{"type": "numeric"}, {"type": "numeric"}]), "two reward functions are called"),
         (with_value("reward.functions", [{"type": "regex", "pattern": "("}]), "is not a regular expression"),
         (with_value("reward.functions", [{"type": "numeric", "tolerence": 1}]), "did you mean 'tolerance'?"),
+        (with_value("reward.concurrency", 8), "concurrency=8 has no effect: numeric make no calls"),
         (with_value("reward.functions", [{"type": "reasoning_gym"}]), "needs data.train: reasoning_gym:<task>"),
         (with_value("reward.functions", [{"type": "nope"}]), "reward.functions.0"),
         ({"model": {"source": "x"}}, "data: missing"),

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
-from transformers.utils import logging as transformers_logging
 
 from core_trainer import models
 from core_trainer.rewards.types import Outcome, RewardInput, Verdict
@@ -27,7 +23,10 @@ class Classifier:
         """Loads the model. Raises ModelError when it is no classifier, ConfigError when ``label`` does not fit it."""
         self._section = section
         directory = models.resolve(ModelSection(source=section.source, revision=section.revision))
-        self._model = _load(directory, models.compute_dtype(section.compute_dtype))
+        dtype = models.compute_dtype(section.compute_dtype)
+        self._model, missing = models.load_pretrained(AutoModelForSequenceClassification, directory, dtype)
+        if missing:
+            raise ModelError(f"model {directory} has no trained classification head ({missing[0]} is not in its files)")
         models.to_accelerator(self._model)
         self._tokenizer = models.load_tokenizer(directory)
         self._labels: dict[int, str] = self._model.config.id2label
@@ -112,23 +111,3 @@ class Classifier:
             return Outcome((Verdict(float(logits[0]), explanation=cut),))
         likeliest = self._labels[int(logits.argmax())]
         return Outcome((Verdict(float(logits.softmax(-1)[self._label]), likeliest, cut),))
-
-
-def _load(directory: Path, dtype: torch.dtype) -> Any:
-    """The model in evaluation mode. Raises ModelError, also for files without a trained classification head."""
-    transformers_logging.disable_progress_bar()
-    try:
-        model, report = AutoModelForSequenceClassification.from_pretrained(
-            directory,
-            dtype=dtype,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError) as error:
-        raise ModelError(f"model {directory} cannot be loaded as a classifier: {models.one_line(error)}") from None
-    missing = sorted(report["missing_keys"])
-    if missing:  # transformers goes on with a random head
-        raise ModelError(f"model {directory} has no trained classification head ({missing[0]} is not in its files)")
-    return model

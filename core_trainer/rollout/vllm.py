@@ -100,7 +100,7 @@ class VllmEngine:
         }
         try:
             self._engine = _start(arguments)
-        except Exception as error:
+        except Exception as error:  # vLLM raises whatever its parts raise; kept as the cause
             raise RlinsightError(
                 f"vLLM cannot start on {model_dir} with rollout.vllm.kv_cache_gib={section.kv_cache_gib:g}: "
                 f"{models.one_line(error)}"
@@ -116,7 +116,7 @@ class VllmEngine:
         weights = list(lora.merged_state(self.model).items())
         try:
             self._engine.collective_rpc(_reload, args=(weights,))
-        except Exception as error:
+        except Exception as error:  # likewise
             raise RlinsightError(
                 f"vLLM does not take the weights of this {self.model.config.model_type} model: "
                 f"{models.one_line(error)}; use rollout.engine: native"
@@ -139,7 +139,7 @@ class VllmEngine:
             self._engine.add_request(
                 request.request_id, tokens_input(list(request.prompt_token_ids)), self._sampling_params(request)
             )
-        except Exception as error:
+        except Exception as error:  # likewise
             raise RlinsightError(f"vLLM refused request {request.request_id}: {models.one_line(error)}") from error
         future: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
         self._live[request.request_id] = Sequence(request, future, start_ns)
@@ -182,7 +182,7 @@ class VllmEngine:
                     sampled += self._step()
                     await asyncio.sleep(0)
                 span.set({names.NUM_TOKENS: sampled})
-        except BaseException as error:
+        except BaseException as error:  # whoever waits for a request would wait for ever; they raise it
             self._fail(error)
             if not isinstance(error, Exception):
                 raise

@@ -15,7 +15,7 @@ from core_trainer.types import Prompt, Rollout
 from core_trainer.workers.base import Place, Worker, use_threads
 from rlinsight import names, telemetry
 from rlinsight.config import Config
-from rlinsight.config.algorithm import OVERLONG, OverlongSection
+from rlinsight.config.shaping import OVERLONG, OverlongSection
 from rlinsight.errors import RewardError
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, Tag, TypeAdapter, ValidationError
 
-from rlinsight.config.algorithm import PLUGIN
+from rlinsight.config.functions import PLUGIN
 from rlinsight.config.sft import SftConfig
 from rlinsight.config.tree import Config
 from rlinsight.errors import ConfigError

@@ -203,6 +203,16 @@ class RewardSection(Section):
     )
 
     @model_validator(mode="after")
+    def _some_call_is_concurrent(self) -> RewardSection:
+        timed = any("timeout_s" in type(function).model_fields for function in self.functions)
+        if not timed and self.concurrency != type(self).model_fields["concurrency"].default:
+            raise ValueError(
+                f"concurrency={self.concurrency} has no effect: {', '.join(f.type for f in self.functions)} make no "
+                "calls that wait for anything; remove it"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _component_names_differ(self) -> RewardSection:
         names = [component_name(function) for function in self.functions]
         for name in names:

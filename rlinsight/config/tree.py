@@ -7,13 +7,16 @@ import json
 
 from pydantic import Field, model_validator
 
-from rlinsight.config.algorithm import GROUP_ADVANTAGES, OVERLONG, AdaptiveController, AlgorithmSection
+from rlinsight.config.advantage import GROUP_ADVANTAGES
+from rlinsight.config.algorithm import AlgorithmSection
 from rlinsight.config.base import Section
 from rlinsight.config.data import DataSection
+from rlinsight.config.kl import AdaptiveController
 from rlinsight.config.model import ModelSection
 from rlinsight.config.reward import RewardSection, TaskReward, component_name
 from rlinsight.config.rollout import RolloutSection
 from rlinsight.config.run import RunSection
+from rlinsight.config.shaping import OVERLONG
 from rlinsight.config.telemetry import TelemetrySection
 from rlinsight.config.trainer import TrainerSection
 from rlinsight.config.validation import ValidationSection
@@ -90,6 +93,12 @@ class Config(Section):
                 )
         if self.validation is not None:
             self.validation.check(self.rollout, self.reward)
+            for option, unset in (("best_metric", None), ("maximize", True)):
+                if not self.trainer.keep_best and getattr(self.validation, option) != unset:
+                    raise ValueError(
+                        f"validation.{option} has no effect without trainer.keep_best, as it decides which checkpoint "
+                        f"is kept; set trainer.keep_best: true or remove {option}"
+                    )
         elif self.trainer.keep_best:
             raise ValueError(
                 "trainer.keep_best has no effect without validation; add a validation section or remove it"

@@ -15,7 +15,7 @@ import yaml
 import core_trainer.algorithms  # registers what is built in
 from core_trainer.algorithms import registry
 from rlinsight import config
-from rlinsight.config.algorithm import Preset
+from rlinsight.config.presets import Preset
 
 assert core_trainer.algorithms
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 import pytest
 
-import core_trainer.algorithms as algorithms
 from core_trainer.algorithms import registry
-from rlinsight.config.algorithm import (
-    ACTIVE_ON_POLICY,
-    ADVANTAGES,
-    AGGREGATIONS,
-    GROUP_ADVANTAGES,
-    GROUP_FILTERS,
-    KL_ESTIMATORS,
-    POLICY_LOSSES,
-    TREATMENTS,
-)
+from rlinsight.config.advantage import ADVANTAGES, GROUP_ADVANTAGES
+from rlinsight.config.algorithm import AGGREGATIONS
 from rlinsight.config.base import Section
-
-BUILT_IN = algorithms.__name__
-
-
-def _type(section: type[Section]) -> str:
-    return get_args(section.model_fields["type"].annotation)[0]
+from rlinsight.config.correction import TREATMENTS
+from rlinsight.config.functions import types_of
+from rlinsight.config.kl import KL_ESTIMATORS
+from rlinsight.config.policy_loss import ACTIVE_ON_POLICY, POLICY_LOSSES
+from rlinsight.config.shaping import GROUP_FILTERS
 
 
 @pytest.mark.parametrize(
@@ -34,17 +22,17 @@ def test_every_function_has_a_section_with_its_options_and_defaults(
     kind: str, sections: tuple[type[Section], ...]
 ) -> None:
     """What a config may set of a function is what the function takes, and means the same when it is left out."""
-    assert {_type(section) for section in sections} == set(registry.names(kind))
-    for section in sections:
-        defaults = {name: field.default for name, field in section.model_fields.items() if name != "type"}
-        assert defaults == dict(registry.find(kind, _type(section)).options), section
+    assert set(types_of(sections)) == set(registry.names(kind))
+    for name, section in zip(types_of(sections), sections, strict=True):
+        defaults = {key: field.default for key, field in section.model_fields.items() if key != "type"}
+        assert defaults == dict(registry.find(kind, name).options), section
 
 
 def test_names_the_config_knows_are_those_there_are() -> None:
     """Neither has a name the other lacks; two filters come with what makes them: dynamic sampling, and comparing."""
     assert set(AGGREGATIONS) == set(registry.names("aggregation"))
     assert set(KL_ESTIMATORS) == set(registry.names("kl_estimator"))
-    filters = {_type(section) for section in GROUP_FILTERS}
+    filters = set(types_of(GROUP_FILTERS))
     assert filters | {"zero_variance", "too_small"} == set(registry.names("group_filter"))
 
 

@@ -12,7 +12,7 @@ from core_trainer.advantages import StepRewards, check_algorithm, correct, estim
 from core_trainer.batching import TrainSample
 from rlinsight import names
 from rlinsight.config import AlgorithmSection
-from rlinsight.config.algorithm import CorrectionSection
+from rlinsight.config.correction import CorrectionSection
 from rlinsight.errors import ConfigError
 
 LENGTHS = (2, 3, 1, 4)  # tokens of the samples: two groups of two

@@ -216,15 +216,31 @@ def test_datasets_are_written_as_the_training_data_unless_told_otherwise() -> No
     assert (task.as_data(data).prompt_column, task.as_data(data).prompt_suffix) == ("prompt", " Go.")
 
 
+KEEP = {"keep_best": True}
+
+
+def test_a_best_metric_that_decides_nothing_is_refused(tiny_model: Path) -> None:
+    """Which validation is best matters to the checkpoint that is kept, and to nothing else."""
+    datasets = [{"source": "reasoning_gym:basic_arithmetic", "name": "sums", "size": 2}]
+    for option in ({"best_metric": "sums/mean@1"}, {"maximize": False}):
+        with pytest.raises(
+            ConfigError, match=rf"validation.{next(iter(option))} has no effect without trainer.keep_best"
+        ):
+            make_config(tiny_model, validation={"datasets": datasets, **option})
+        make_config(tiny_model, validation={"datasets": datasets, **option}, trainer=KEEP)
+
+
 def test_a_best_metric_of_no_source_is_refused_at_the_start(tiny_model: Path) -> None:
     """The sources of unnamed datasets are known once they are loaded."""
     datasets = [{"source": "reasoning_gym:chain_sum", "size": 2}]
     tokenizer = models.load_tokenizer(tiny_model)
-    wrong = make_config(tiny_model, validation={"datasets": datasets, "best_metric": "sums/mean@1"})
+    wrong = make_config(tiny_model, validation={"datasets": datasets, "best_metric": "sums/mean@1"}, trainer=KEEP)
     with pytest.raises(ConfigError, match=r"best_metric='sums/mean@1' names no source of the data; known: "):
         load_sets(wrong, tokenizer, None)
     (made,) = load_sets(make_config(tiny_model, validation={"datasets": datasets}), tokenizer, None)
-    right = make_config(tiny_model, validation={"datasets": datasets, "best_metric": f"{made.sources[0]}/mean@1"})
+    right = make_config(
+        tiny_model, validation={"datasets": datasets, "best_metric": f"{made.sources[0]}/mean@1"}, trainer=KEEP
+    )
     assert load_sets(right, tokenizer, None) == [made]
 
 

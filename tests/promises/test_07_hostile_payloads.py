@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 from google.protobuf import json_format
 from hypothesis import HealthCheck, given, settings
@@ -29,6 +30,7 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from collectors.limits import MAX_SHARED_BYTES
 from collectors.payload import MAX_BODY_BYTES, MAX_MEMBERS
 from rlinsight.store import query
+from rlinsight.wire import SPOOL_TYPE, Batch, Signal, record
 from tests.collectors.live import Collector, collector
 from tests.promises.support import log_request
 from tests.synthetic import Run, requests
@@ -60,13 +62,17 @@ class Stream:
 
     def hostile(self, signal: str, body: bytes, content_type: str = PROTOBUF, **headers: str) -> int:
         """Status of a hostile request between two good ones."""
+        return self.answer(signal, body, content_type, **headers).status_code
+
+    def answer(self, signal: str, body: bytes, content_type: str, **headers: str) -> httpx.Response:
+        """What a hostile request between two good ones is told."""
         self.good()
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         reply = self.collector.http.post(f"/v1/{signal}", content=body, headers={"content-type": content_type, **named})
         if reply.status_code != 200:
             assert (reply.json()["code"], bool(reply.json()["message"])) == (reply.status_code, True)
         self.good()
-        return reply.status_code
+        return reply
 
     def call(self, signal: str, body: bytes, compression: grpc.Compression | None = None) -> grpc.StatusCode:
         """Code of a hostile gRPC call between two good ones."""
@@ -111,7 +117,7 @@ def stream(one: Stream) -> Iterator[Stream]:
 
 
 @st.composite
-def mutants(draw: st.DrawFn) -> tuple[str, bytes]:
+def mutants(draw: st.DrawFn) -> tuple[Signal, bytes]:
     """A real request with some bytes replaced, cut off or repeated."""
     signal, payload = draw(st.sampled_from(PAYLOADS))
     mutant = bytearray(payload)
@@ -162,6 +168,27 @@ def test_mutated_protobuf(stream: Stream, mutant: tuple[str, bytes]) -> None:
     """Any bytes as protobuf are malformed, or they are a request and stored."""
     assert stream.hostile(*mutant) in (200, 400, 413)
     assert stream.call(*mutant) in (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT)
+
+
+@st.composite
+def spools(draw: st.DrawFn) -> bytes:
+    """Whole records around hostile payloads and numbers; in half of them some bytes are then replaced or cut off."""
+    records = draw(st.lists(st.tuples(mutants(), st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1)), max_size=5))
+    body = bytearray(b"".join(record(Batch(signal, items, data), seq) for (signal, data), seq, items in records))
+    if draw(st.booleans()):
+        position = draw(st.integers(0, len(body)))
+        body[position : position + draw(st.integers(0, 30))] = draw(st.binary(max_size=30))
+    return bytes(body)
+
+
+@FUZZING
+@given(spools())
+def test_damaged_spools(stream: Stream, body: bytes) -> None:
+    """Whatever a record holds, it is stored or refused by itself; a body that is no row of records is refused whole."""
+    reply = stream.answer("spool", body, SPOOL_TYPE, x_rlinsight_producer="fuzzer")
+    assert reply.status_code in (200, 400)
+    if reply.status_code == 200:
+        assert {status for _, status, *_ in reply.json()} <= {200, 400, 413}
 
 
 @FUZZING

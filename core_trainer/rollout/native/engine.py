@@ -114,7 +114,7 @@ class NativeEngine:
                     self._admit()
                     with telemetry.span(names.DECODE, {names.BUCKET: "productive"}) as span:
                         span.set({names.NUM_TOKENS: await self._decode()})
-        except BaseException as error:
+        except BaseException as error:  # whoever waits for a request would wait for ever; they raise it
             for sequence in self._live.values():
                 if not sequence.future.done():
                     sequence.future.set_exception(error)
