@@ -248,21 +248,22 @@ def _drops(drops: Frame):
 def _lines(*of: tuple[str, str, str], form=number, log: bool = False):
     """Lines of (column, label, colour), those that hold numbers; shares have an axis in percent.
 
-    ``form`` None leaves the latest values out of the title. ``log`` leaves out what is not above 0, and makes the axis
-    logarithmic where values span more than one and a half decades: with less its ticks cannot be read.
+    ``form`` None leaves the latest values out of the title. ``log`` makes the axis logarithmic where values span more
+    than one and a half decades, with less its ticks cannot be read; what is not above 0 is then left out.
     """
 
     def draw(figure, curves, at) -> str:
         parts = []
+        positive = curves[[column for column, _, _ in of]].where(lambda values: values > 0)
+        found = positive.stack()
+        is_log = log and len(found) > 0 and found.max() > 30 * found.min()
+        shown = curves.assign(**positive) if is_log else curves
         for column, label, colour in of:
-            shown = curves.assign(**{column: curves[column].where(curves[column] > 0)}) if log else curves
             reading = _curve(figure, shown, at, column, colour, label, form=form or number)
             if reading:
                 parts.append(_said(f"{label} {reading}" if form else label, colour))
-        if log:
-            drawn = curves[[column for column, _, _ in of]].where(lambda values: values > 0).stack()
-            if len(drawn) and drawn.max() > 30 * drawn.min():
-                figure.update_yaxes(type="log", exponentformat="power", dtick=1, **at)
+        if is_log:
+            figure.update_yaxes(type="log", exponentformat="power", dtick=1, **at)
         elif form is percent:
             figure.update_yaxes(tickformat=".0%", rangemode="tozero", **at)
         return " · ".join(parts)

@@ -93,15 +93,16 @@ def test_what_a_run_recorded_beside_has_panels() -> None:
 
 
 def test_axes_are_logarithmic_where_values_span_decades() -> None:
-    """k3 of 1e-6 beside chi2 of 0.1 needs one; gradients between 0.1 and 0.4 do not. What is 0 is not drawn on it."""
+    """k3 of 1e-6 beside chi2 of 0.1 needs one; gradients between 0.1 and 0.4 do not. Only there 0 is not drawn."""
     apart = overview(curves(correction_k3=[0, 1e-6, 1e-6, 1e-6], correction_chi2_token=0.1))
     k3 = next(trace for trace in apart.data if trace.name == "k3")
     assert apart.layout["yaxis" + k3.yaxis[1:]].type == "log"
     assert list(k3.y[1:]) == [1e-6] * 3
     assert k3.y[0] != k3.y[0]
-    near = overview(curves(grad_norm_mlp=0.1, grad_norm_attention=0.4))
+    near = overview(curves(grad_norm_mlp=[0.1, 0, 0.1, 0.1], grad_norm_attention=0.4))
     mlp = next(trace for trace in near.data if trace.name == "mlp")
     assert near.layout["yaxis" + mlp.yaxis[1:]].type is None
+    assert list(mlp.y) == [0.1, 0, 0.1, 0.1]
 
 
 def test_a_coefficient_nobody_moves_is_a_number_not_a_curve() -> None:
