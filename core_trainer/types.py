@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -28,8 +29,12 @@ class SamplingParams:
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0
     top_k: int | None = None
+    min_p: float = 0.0  # keep words at least this likely relative to the likeliest; 0 is off
+    repetition_penalty: float = 1.0  # divides the positive logits of words seen before and multiplies the others
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits, by token id
     stop: tuple[str, ...] = ()
     seed: int = 0
+    num_top_log_probs: int = 0  # likeliest words to report beside each sampled token
 
 
 @dataclass(slots=True)
@@ -46,6 +51,10 @@ class Turn:
     num_cached_tokens: int  # prompt tokens taken from another request's KV cache
     start_ns: int  # unix time of arrival at the engine
     end_ns: int
+    replica: str = ""  # engine replica that answered
+    carrier: dict[str, str] = field(default_factory=dict)  # W3C trace context of the turn's span
+    token_policy_versions: list[int] | None = None  # [T] where weights changed while it was sampled; None: all the same
+    top_log_probs: list[list[tuple[int, float]]] | None = None  # [T][k] token id and log-prob, likeliest first
 
 
 @dataclass(slots=True)

@@ -51,3 +51,7 @@ class CollectorError(RlinsightError):
 
 class WorkerError(RlinsightError):
     """A worker process died or lost its peers."""
+
+
+class EngineError(RlinsightError):
+    """A rollout engine cannot take a request, failed while sampling it, or did not take new weights."""

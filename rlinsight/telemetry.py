@@ -204,9 +204,14 @@ def record_span(
     return _carrier_of(context)
 
 
-def new_carrier() -> dict[str, str]:
-    """Reserve the ids of a new root span, so children can be emitted first; empty when not recording."""
-    return {} if _recorder is None else _carrier_of(providers.new_context(None))
+def new_carrier(parent: Carrier | None = None) -> dict[str, str]:
+    """Reserve the ids of a span, so children can be emitted first; empty when not recording.
+
+    A root, or a child of ``parent``; ``record_span`` with ``identity`` emits it.
+    """
+    if _recorder is None:
+        return {}
+    return _carrier_of(providers.new_context(_span_context(_context(parent)) if parent else None))
 
 
 def event(name: str, attributes: Attributes, *, carrier: Carrier | None = None, time_ns: int | None = None) -> None:

@@ -19,15 +19,16 @@ def build_engine(
     tokenizer: PreTrainedTokenizerBase,
     model_dir: Path,
     merge_adapters: bool = True,
+    replica: str = "policy/0",
 ) -> RolloutEngine:
     """The engine ``rollout.engine`` names, over ``model``; serves its weights once ``sync_weights`` was called.
 
     ``model_dir`` is where the model came from. ``merge_adapters`` false makes the native engine compute adapters apart;
-    vLLM gets merged weights always.
+    vLLM gets merged weights always. ``replica`` is the engine's name in telemetry.
     """
     stop_token_ids = models.end_of_turn_ids(model.generation_config, tokenizer)
     if rollout.engine == "native":
-        return NativeEngine(model, tokenizer, stop_token_ids, rollout.max_batch_size, merge_adapters)
+        return NativeEngine(model, tokenizer, stop_token_ids, rollout.max_batch_size, merge_adapters, replica)
     from core_trainer.rollout.vllm import VllmEngine
 
     return VllmEngine(
@@ -38,4 +39,5 @@ def build_engine(
         rollout.max_batch_size,
         data.max_prompt_tokens + rollout.max_new_tokens,
         rollout.vllm,
+        replica,
     )

@@ -53,7 +53,6 @@ async def sample_rollouts(
     groups: Sequence[Group],
     params: SamplingParams,
     piece: Callable[[int], str],
-    replica: str,
     model: str,
 ) -> list[Rollout]:
     """Sample every rollout of the groups at once; returns them group by group, sample by sample.
@@ -67,15 +66,24 @@ async def sample_rollouts(
     waiting = [_one_turn(engine, group, j, params) for group in groups for j in range(group.size)]
     rollouts = await asyncio.gather(*waiting)
     for rollout, (group, seed) in zip(rollouts, samples, strict=True):
-        _record_rollout(rollout, group.split, replace(params, seed=seed), piece, engine.name, replica, model, step)
+        _record_rollout(rollout, group.split, replace(params, seed=seed), piece, engine.name, model, step)
     return rollouts
 
 
 async def _one_turn(engine: RolloutEngine, group: Group, index: int, params: SamplingParams) -> Rollout:
     rollout_id = f"{group.group_id}-r{index:03d}"
-    request = GenerateRequest(f"{rollout_id}-t0", group.prompt.token_ids, replace(params, seed=group.seeds[index]))
+    carrier = telemetry.new_carrier()
+    request = GenerateRequest(
+        f"{rollout_id}-t0",
+        group.prompt.token_ids,
+        replace(params, seed=group.seeds[index]),
+        carrier=telemetry.new_carrier(carrier),
+        attributes={names.ROLLOUT_ID: rollout_id, names.GROUP_ID: group.group_id, names.TURN_INDEX: 0},
+        session=group.group_id,
+    )
     turn = await engine.generate(request)
-    return Rollout(rollout_id, group.group_id, index, group.prompt, [turn], telemetry.new_carrier())
+    turn.carrier = dict(request.carrier)
+    return Rollout(rollout_id, group.group_id, index, group.prompt, [turn], carrier)
 
 
 def _record_group(group: Group) -> None:
@@ -97,7 +105,6 @@ def _record_rollout(
     params: SamplingParams,
     piece: Callable[[int], str],
     engine: str,
-    replica: str,
     model: str,
     step: dict[str, str],
 ) -> None:
@@ -113,10 +120,11 @@ def _record_rollout(
                 names.TURN_INDEX: index,
                 **_request_attributes(turn, params, model),
                 names.ENGINE: engine,
-                names.REPLICA: replica,
+                names.REPLICA: turn.replica,
                 names.CONVERSATION_ID: rollout.rollout_id,
             },
             carrier=rollout.carrier,
+            identity=turn.carrier,
         )
         telemetry.event(
             names.TURN_CONTENT,

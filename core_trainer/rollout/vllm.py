@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from core_trainer import lora, models
-from core_trainer.rollout.engine import GenerateRequest, SyncedBytes
+from core_trainer.rollout.engine import GenerateRequest, WeightSync
 from core_trainer.types import FinishReason, Turn
 from rlinsight import names, telemetry
 from rlinsight.config import VllmSection
@@ -72,12 +72,13 @@ class VllmEngine:
         max_batch_size: int,
         max_length: int,
         section: VllmSection,
+        replica: str = "policy/0",
     ) -> None:
         """``max_length`` tokens of prompt and response are served, or the model's context if that is shorter.
 
         Raises RlinsightError when vLLM cannot start.
         """
-        self.model, self.tokenizer = model, tokenizer
+        self.model, self.tokenizer, self.replica = model, tokenizer, replica
         self.stop_token_ids = list(stop_token_ids)
         self.max_length = min(max_length, getattr(model.config, "max_position_embeddings", max_length))
         self.policy_version = 0
@@ -106,7 +107,7 @@ class VllmEngine:
                 f"{models.one_line(error)}"
             ) from error
 
-    def sync_weights(self, policy_version: int) -> SyncedBytes:
+    def sync_weights(self, policy_version: int) -> list[WeightSync]:
         """Copy the policy's weights, adapters merged, into vLLM and forget what the old ones computed.
 
         Raises RlinsightError if vLLM does not take them, or while requests are running.
@@ -124,7 +125,7 @@ class VllmEngine:
         if not self._engine.reset_prefix_cache():
             raise RlinsightError("vLLM kept keys and values of the old weights; this is a bug of the engine's caller")
         self.policy_version = policy_version
-        return SyncedBytes(sum(weight.nbytes for _, weight in weights), 0)
+        return [WeightSync(self.replica, sum(weight.nbytes for _, weight in weights), 0)]
 
     async def generate(self, request: GenerateRequest) -> Turn:
         """Sample one request. Raises RlinsightError if it does not fit, or when vLLM refuses it or fails on it."""
@@ -230,6 +231,7 @@ class VllmEngine:
                 num_cached_tokens=sequence.num_cached_tokens,
                 start_ns=sequence.start_ns,
                 end_ns=time.time_ns(),
+                replica=self.replica,
             )
         )
 

@@ -85,7 +85,7 @@ class PolicyWorker(Worker):
         if config.validation is not None:
             longest = max(longest, config.validation.max_new_tokens or 0)
         rollout = config.rollout.model_copy(update={"max_new_tokens": longest})
-        self.engine = build_engine(rollout, config.data, self.model, self.tokenizer, model_dir, merge)
+        self.engine = build_engine(rollout, config.data, self.model, self.tokenizer, model_dir, merge, self.place.lane)
 
     def _load_value_head(self, section: SharedCritic, resume: Path | None) -> None:
         """A head on the policy's hidden states. It has an optimizer of its own, so that its gradient's size does not
@@ -102,7 +102,7 @@ class PolicyWorker(Worker):
     def sample(self, groups: Sequence[Group], params: SamplingParams) -> list[Rollout]:
         """Sample every rollout of the groups."""
         piece = lru_cache(maxsize=None)(lambda token: models.decode(self.tokenizer, [token], special=True))
-        return asyncio.run(sample_rollouts(self.engine, groups, params, piece, self.place.lane, self.model_name))
+        return asyncio.run(sample_rollouts(self.engine, groups, params, piece, self.model_name))
 
     def log_probs(self, samples: Sequence[TrainSample]) -> dict[str, list[np.ndarray]]:
         """Under the current weights, arrays [T] of each sample's tokens by the name of TrainSample's field: their
@@ -225,7 +225,7 @@ class PolicyWorker(Worker):
             names.BUCKET: "overhead",
         }
         with telemetry.span(names.WEIGHT_SYNC, attributes) as span:
-            synced = self.engine.sync_weights(self.policy_version)
+            (synced,) = self.engine.sync_weights(self.policy_version)
             span.set({names.BYTES: synced.moved, names.REFRESHED_BYTES: synced.refreshed})
         self.synced = self.policy_version
 

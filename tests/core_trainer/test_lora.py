@@ -275,7 +275,7 @@ def test_a_sync_rewrites_what_training_moved(tiny_model: Path, dtype: torch.dtyp
     with torch.no_grad():
         for layer in layers:
             layer.lora_B["default"].weight.mul_(-20)
-    synced = engine.sync_weights(1)
+    (synced,) = engine.sync_weights(1)
     base = sum(layer.base_layer.weight.nbytes for layer in layers)
     adapters = sum(layer.lora_A["default"].weight.nbytes + layer.lora_B["default"].weight.nbytes for layer in layers)
     packed = adapters if packed_linear._packable(model.lm_head.weight) else 0

@@ -114,7 +114,7 @@ def test_new_weights_take_effect_at_the_refresh(tiny_model: Path) -> None:
     with torch.no_grad():
         for parameter in engine.model.parameters():
             parameter.mul_(-0.7)
-    synced = engine.sync_weights(5)
+    (synced,) = engine.sync_weights(5)
     assert synced.moved == 0
     assert (synced.refreshed > 0) is torch.ops.mkldnn._is_mkldnn_bf16_supported()  # nothing is packed without AVX-512
     after = generate(engine, [request])[0]

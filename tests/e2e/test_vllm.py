@@ -116,7 +116,7 @@ def test_greedy_equals_the_native_engine_at_every_version(directories: dict[bool
                 parameter.mul_(scale)
         if written:
             assert [turn.token_ids for turn in generate(vllm, asked)] == written[-1]
-        synced = vllm.sync_weights(version)
+        (synced,) = vllm.sync_weights(version)
         assert synced.moved == sum(parameter.nbytes for parameter in vllm.model.parameters())
         mine, theirs = generate(vllm, asked), generate(native(vllm), asked)
         for a, b in zip(mine, theirs, strict=True):

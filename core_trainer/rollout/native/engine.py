@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from core_trainer import models
 from core_trainer.attention import PrefillLayout
 from core_trainer.batching import prompt_layout
-from core_trainer.rollout.engine import GenerateRequest, SyncedBytes
+from core_trainer.rollout.engine import GenerateRequest, WeightSync
 from core_trainer.rollout.native.kv_cache import KVCache
 from core_trainer.rollout.native.packed_linear import PackedLinears
 from core_trainer.rollout.native.sampler import sample
@@ -62,9 +62,10 @@ class NativeEngine:
         stop_token_ids: tuple[int, ...],
         max_batch_size: int,
         merge_adapters: bool = True,
+        replica: str = "policy/0",
     ) -> None:
         """``merge_adapters``: see PackedLinears; without adapters in the model it changes nothing."""
-        self.model, self.tokenizer = model, tokenizer
+        self.model, self.tokenizer, self.replica = model, tokenizer, replica
         self.stop_token_ids = frozenset(stop_token_ids)
         self.max_batch_size = max_batch_size
         self.max_length = getattr(model.config, "max_position_embeddings", None)
@@ -79,10 +80,10 @@ class NativeEngine:
         self._live: dict[str, Sequence] = {}  # by request id, until answered
         self._driver: asyncio.Task[None] | None = None
 
-    def sync_weights(self, policy_version: int) -> SyncedBytes:
+    def sync_weights(self, policy_version: int) -> list[WeightSync]:
         """Serve the model's current weights: nothing moves, packed and merged copies are rewritten."""
         self.policy_version = policy_version
-        return SyncedBytes(0, self._packed.refresh())
+        return [WeightSync(self.replica, 0, self._packed.refresh())]
 
     async def generate(self, request: GenerateRequest) -> Turn:
         """Sample one request. Raises RlinsightError if it cannot fit the model's context."""
@@ -254,5 +255,6 @@ class NativeEngine:
                 num_cached_tokens=sequence.num_cached_tokens,
                 start_ns=sequence.start_ns,
                 end_ns=time.time_ns(),
+                replica=self.replica,
             )
         )
