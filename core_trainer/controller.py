@@ -101,7 +101,7 @@ class Controller:
         self.sampler = cluster.sampler
         rollout = config.rollout
         self.params = SamplingParams(
-            rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k, tuple(rollout.stop)
+            rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k, stop=tuple(rollout.stop)
         )
         self.advantage = registry.find("advantage", config.algorithm.advantage.type)
         self.kl_controller = _kl_controller(config.algorithm.kl)

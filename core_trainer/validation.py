@@ -201,7 +201,7 @@ def load_sets(config: Config, tokenizer: PreTrainedTokenizerBase, context: int |
 def sampling_params(section: ValidationSection, rollout: RolloutSection) -> SamplingParams:
     """How validation samples."""
     new_tokens = section.max_new_tokens or rollout.max_new_tokens
-    return SamplingParams(new_tokens, section.temperature, section.top_p, section.top_k, tuple(rollout.stop))
+    return SamplingParams(new_tokens, section.temperature, section.top_p, section.top_k, stop=tuple(rollout.stop))
 
 
 # The phase -----------------------------------------------------------------------------------------------------------
