@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from core_trainer import models
 from core_trainer.attention import PrefillLayout
 from core_trainer.batching import prompt_layout
-from core_trainer.rollout.engine import GenerateRequest, WeightSync
+from core_trainer.rollout.engine import Chunk, GenerateRequest, WeightSync
 from core_trainer.rollout.native.kv_cache import KVCache
 from core_trainer.rollout.native.packed_linear import PackedLinears
 from core_trainer.rollout.native.sampler import sample
@@ -43,6 +44,7 @@ class Sequence:
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    chunks: asyncio.Queue[Chunk] | None = None  # where a streaming caller reads
 
     @property
     def position(self) -> int:
@@ -87,6 +89,32 @@ class NativeEngine:
 
     async def generate(self, request: GenerateRequest) -> Turn:
         """Sample one request. Raises RlinsightError if it cannot fit the model's context."""
+        return await self._submit(request, None).future
+
+    async def stream(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        """The same, token by token. Leaving the iteration early aborts the request."""
+        chunks: asyncio.Queue[Chunk] = asyncio.Queue()
+        sequence = self._submit(request, chunks)
+        sequence.future.add_done_callback(lambda _: chunks.put_nowait(Chunk([], [])))  # wakes the reader
+        try:
+            while not (sequence.future.done() and chunks.qsize() <= 1):
+                yield await chunks.get()
+            yield Chunk([], [], sequence.future.result())
+        finally:
+            self.abort(request.request_id)
+
+    def sleep(self) -> int:
+        """Nothing to give back: the cache is small beside training's activations, and the weights are the policy's."""
+        return 0
+
+    def wake(self) -> int:
+        """Nothing was given back."""
+        return 0
+
+    def close(self) -> None:
+        """The engine holds nothing outside its Python objects."""
+
+    def _submit(self, request: GenerateRequest, chunks: asyncio.Queue[Chunk] | None) -> Sequence:
         prompt, new = len(request.prompt_token_ids), request.params.max_new_tokens
         if self.max_length is not None and prompt + new > self.max_length:
             raise RlinsightError(
@@ -96,10 +124,11 @@ class NativeEngine:
         uniform = np.random.Generator(np.random.Philox(request.params.seed)).random(request.params.max_new_tokens)
         future: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
         sequence = self._live[request.request_id] = Sequence(request, future, uniform, time.time_ns())
+        sequence.chunks = chunks
         self.waiting.append(sequence)
         if self._driver is None or self._driver.done():
             self._driver = asyncio.create_task(self._drive())
-        return await future
+        return sequence
 
     def abort(self, request_id: str) -> None:
         """Finish a request with what it has, at the next step."""
@@ -216,6 +245,8 @@ class NativeEngine:
         for sequence, token, log_prob in zip(sequences, tokens.tolist(), log_probs.tolist(), strict=True):
             sequence.token_ids.append(token)
             sequence.log_probs.append(log_prob)
+            if sequence.chunks is not None:
+                sequence.chunks.put_nowait(Chunk([token], [log_prob]))
             sequence.finish_reason = sequence.finish_reason or self._finish_reason(sequence)
 
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
