@@ -55,3 +55,9 @@ class WorkerError(RlinsightError):
 
 class EngineError(RlinsightError):
     """A rollout engine cannot take a request, failed while sampling it, or did not take new weights."""
+
+    replica: str | None = None  # that failed, set by an engine that has several
+
+
+class RequestRefused(EngineError):
+    """An engine refused a request for what it asks: another replica or another try would refuse it too."""

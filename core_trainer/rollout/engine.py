@@ -22,6 +22,7 @@ class GenerateRequest:
     carrier: Mapping[str, str] = field(default_factory=dict)  # W3C trace context of the turn's span
     attributes: Mapping[str, AttributeValue] = field(default_factory=dict)  # the rollout's identity, for telemetry
     session: str | None = None  # requests of one session share prefixes; a router keeps them on one replica
+    avoid: frozenset[str] = frozenset()  # replicas that failed on it before; a router takes another while there is one
 
 
 @dataclass(frozen=True, slots=True)
