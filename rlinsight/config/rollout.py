@@ -132,6 +132,12 @@ class RolloutSection(Section):
             raise ValueError(f"openai has no effect with engine {self.engine}; set engine: openai or remove openai")
         if self.engine == "openai" and not self.openai.urls:
             raise ValueError("engine openai needs the servers' addresses; set openai.urls: [http://127.0.0.1:8000]")
+        for option in ("replicas", "tensor_parallel_size"):
+            if self.engine == "vllm" and getattr(self.vllm, option) != 1:
+                raise ValueError(
+                    f"vllm.{option} has no effect with engine vllm, which has one in each policy worker; "
+                    f"set engine: vllm_server or remove {option}"
+                )
         if self.engine == "vllm" and self.temperature < 0.01:
             raise ValueError(
                 f"vLLM samples temperature={self.temperature:g} at 0.01; raise temperature or set engine: native"
