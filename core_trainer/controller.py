@@ -395,9 +395,11 @@ class Controller:
             checks["no_baseline"] = torch.tensor([r.group_id in step.greedy_rewards for r in scored], dtype=torch.bool)
         if self.config.algorithm.advantage.type in GROUP_ADVANTAGES:
             checks["too_small"] = shaping.too_small(groups)
+        versions = torch.tensor([rollout.policy_version for rollout in scored], dtype=torch.int64)
+        inputs = {"rewards": rewards, "groups": groups, "staleness": self.policy_version - versions}
         for section in options.group_filters:
             checks[section.type] = shaping.filter_groups(
-                section.type, rewards, groups, section.model_dump(exclude={"type"})
+                section.type, inputs, section.model_dump(exclude={"type"})
             )
         if options.dynamic_sampling is not None:
             checks["zero_variance"] = shaping.zero_variance(rewards, groups)

@@ -54,7 +54,11 @@ INPUTS: dict[str, dict[str, str]] = {  # of each kind: the tensors a function ma
     "kl_estimator": {"log_probs": "[M], under the policy that sampled", "other": "[M], under the other policy"},
     "aggregation": {"num_loss_tokens": "[B] int64, loss tokens of each rollout"},
     "importance": {"ratio": "[B, T] float64, trainer over engine, of the token or of its rollout"},
-    "group_filter": {"rewards": "[B] float64", "groups": "[B] int64, equal for the rollouts of a prompt"},
+    "group_filter": {
+        "rewards": "[B] float64",
+        "groups": "[B] int64, equal for the rollouts of a prompt",
+        "staleness": "[B] int64, updates since the oldest weights that sampled a token of the rollout",
+    },
 }
 
 

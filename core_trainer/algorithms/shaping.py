@@ -40,14 +40,14 @@ def select(checks: Mapping[str, Tensor]) -> Selection:
     return Selection(keep, reasons)
 
 
-def filter_groups(name: str, rewards: Tensor, groups: Tensor, options: Mapping[str, Any]) -> Tensor:
-    """What the named filter keeps, [B] bool; rewards [B], groups [B].
+def filter_groups(name: str, inputs: Mapping[str, Tensor], options: Mapping[str, Any]) -> Tensor:
+    """What the named filter keeps, [B] bool; ``inputs`` [B] each, by the names a filter may ask for.
 
     Raises ConfigError for another shape or dtype, and for a filter that keeps part of a group: a group is learned from
     whole, since an advantage compares its rollouts.
     """
     check = registry.find("group_filter", name)
-    keep = check.call({"rewards": rewards, "groups": groups}, options)
+    groups, keep = inputs["groups"], check.call(inputs, options)
     if keep.shape != groups.shape or keep.dtype != torch.bool:
         got = f"{keep.dtype} of shape {list(keep.shape)}"
         raise ConfigError(f"{check.title} returned {got}; return torch.bool of shape [B]={list(groups.shape)}")
@@ -82,6 +82,13 @@ def too_hard(rewards: Tensor, groups: Tensor, *, min_reward: float) -> Tensor:
 def too_easy(rewards: Tensor, groups: Tensor, *, max_reward: float) -> Tensor:
     """Groups of mean reward ``max_reward`` or less. rewards [B], groups [B] -> [B] bool."""
     return _means(rewards, groups) <= max_reward
+
+
+@group_filter("stale")
+def stale(groups: Tensor, staleness: Tensor, *, max_staleness: int) -> Tensor:
+    """Groups none of whose rollouts is staler than ``max_staleness`` updates. groups [B], staleness [B] -> [B] bool."""
+    index, zeros = _index(groups)
+    return (zeros.index_add(0, index, (staleness > max_staleness).double()) == 0)[index]
 
 
 @group_filter("too_small")

@@ -32,7 +32,14 @@ class TooEasyFilter(Section):
     max_reward: float = Field(description="largest mean reward of a group that is kept")
 
 
-GROUP_FILTERS: tuple[type[Section], ...] = (TooHardFilter, TooEasyFilter)
+class StaleFilter(Section):
+    """Groups with a rollout that old weights sampled are dropped."""
+
+    type: Literal["stale"]
+    max_staleness: int = Field(ge=0, description="most updates since the weights that sampled a token of a rollout")
+
+
+GROUP_FILTERS: tuple[type[Section], ...] = (TooHardFilter, TooEasyFilter, StaleFilter)
 GroupFilter: Any = by_type(GROUP_FILTERS)
 
 

@@ -35,13 +35,16 @@ def test_group_filters_equal_a_naive_loop(rows: list[tuple[int, float]]) -> None
     x = {
         "groups": torch.tensor([group for group, _ in rows]),
         "rewards": torch.tensor([reward for _, reward in rows], dtype=torch.float64),
+        "staleness": torch.arange(len(rows)) % 3,
     }
+    oldest = [max(i % 3 for i, (other, _) in enumerate(rows) if other == group) for group, _ in rows]
     peers = [[reward for other, reward in rows if other == group] for group, _ in rows]
     means = [sum(rewards) / len(rewards) for rewards in peers]
     for name, options, expected in [
         ("zero_variance", {}, [len(set(rewards)) > 1 for rewards in peers]),
         ("too_hard", {"min_reward": 0.3}, [mean >= 0.3 for mean in means]),
         ("too_easy", {"max_reward": 0.7}, [mean <= 0.7 for mean in means]),
+        ("stale", {"max_staleness": 1}, [staleness <= 1 for staleness in oldest]),
         ("too_small", {}, [len(rewards) >= 2 for rewards in peers]),
     ]:
         assert registry.find("group_filter", name).call(x, options).tolist() == expected, name
@@ -56,7 +59,10 @@ def test_equal_rewards_have_no_variance_despite_rounding() -> None:
 def test_a_filter_keeps_whole_groups_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a group, a number for a rollout, and a value for a group are refused by the filter's name."""
     monkeypatch.setattr(registry, "_registered", dict(registry._registered))
-    rewards, groups = torch.tensor([0.0, 1.0, 2.0, 3.0], dtype=torch.float64), torch.tensor([7, 7, 4, 4])
+    x = {
+        "rewards": torch.tensor([0.0, 1.0, 2.0, 3.0], dtype=torch.float64),
+        "groups": torch.tensor([7, 7, 4, 4]),
+    }
 
     @registry.group_filter("at_least")
     def at_least(rewards: Tensor, *, low: float) -> Tensor:
@@ -70,14 +76,16 @@ def test_a_filter_keeps_whole_groups_or_is_refused(monkeypatch: pytest.MonkeyPat
     def short(rewards: Tensor) -> Tensor:
         return rewards[:2] > 0
 
-    assert shaping.filter_groups("at_least", rewards, groups, {"low": 2.0}).tolist() == [False, False, True, True]
+    assert shaping.filter_groups("at_least", x, {"low": 2.0}).tolist() == [False, False, True, True]
     with pytest.raises(ConfigError, match="group filter 'at_least' keeps some rollouts of a group and not others"):
-        shaping.filter_groups("at_least", rewards, groups, {"low": 1.0})
+        shaping.filter_groups("at_least", x, {"low": 1.0})
     with pytest.raises(ConfigError, match=r"'numbers' returned torch.float64 of shape \[4\]; return torch.bool"):
-        shaping.filter_groups("numbers", rewards, groups, {})
+        shaping.filter_groups("numbers", x, {})
     with pytest.raises(ConfigError, match=r"of shape \[2\]; return torch.bool of shape \[B\]=\[4\]"):
-        shaping.filter_groups("short", rewards, groups, {})
-    assert shaping.filter_groups("at_least", rewards[:0], groups[:0], {"low": 1.0}).tolist() == []
+        shaping.filter_groups("short", x, {})
+    assert (
+        shaping.filter_groups("at_least", {key: tensor[:0] for key, tensor in x.items()}, {"low": 1.0}).tolist() == []
+    )
 
 
 def test_selection_names_the_first_reason() -> None:
