@@ -136,10 +136,22 @@ def test_turns_find_their_engine_request_by_id_or_by_parent():
         "span_id": "b",
         "parent_span_id": "turn1",
         "ttft_s": 2.0,
+        "end_ns": 1,
     }
     _insert("serving_requests", other)
     found = CON.execute("SELECT rollout_id, request_span_id, queue_s, ttft_s FROM turn_requests ORDER BY 1").fetchall()
     assert found == [("0", "a", 0.5, None), ("1", "b", None, 2.0), ("2", None, None, None)]
+
+
+def test_a_request_told_by_client_and_server_is_one_row_of_both():
+    """The client's span knows the request's id, the server's how long it queued; neither is lost."""
+    turn = {"rollout_id": "0", "request_id": "q0", "trace_id": "t", "span_id": "turn"}
+    _insert("turns", KEY | turn)
+    under = KEY | {"trace_id": "t", "parent_span_id": "turn"}
+    _insert("serving_requests", under | {"request_id": "q0", "span_id": "client", "end_ns": 3, "ttft_s": 2.0})
+    _insert("serving_requests", under | {"request_id": "cmpl-q0-0", "span_id": "server", "end_ns": 2, "queue_s": 0.5})
+    found = CON.execute("SELECT request_span_id, queue_s, ttft_s FROM turn_requests").fetchall()
+    assert found == [("client", 0.5, 2.0)]
 
 
 def test_a_replica_that_joins_later_owes_no_earlier_version():

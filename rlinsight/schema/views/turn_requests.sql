@@ -1,12 +1,16 @@
 -- Each turn with the engine request that served it: waits, tokens and preemptions as the engine measured them, NULL where no engine
--- reported it. They find each other by the request's id, else by the request's span being a child of the turn's.
+-- reported it. They find each other by the request's id, and by the request's span being a child of the turn's.
 CREATE OR REPLACE VIEW turn_requests AS
 WITH by_id AS (
   SELECT * FROM serving_requests WHERE request_id IS NOT NULL
   QUALIFY row_number() OVER (PARTITION BY run_id, attempt, request_id ORDER BY end_ns DESC) = 1
 ), by_parent AS (
-  SELECT * FROM serving_requests WHERE parent_span_id IS NOT NULL
-  QUALIFY row_number() OVER (PARTITION BY run_id, trace_id, parent_span_id ORDER BY end_ns DESC) = 1
+  -- One request may be told twice, by a server's own span and by its client: the latest value that is known.
+  SELECT run_id, trace_id, parent_span_id, arg_max(cached_tokens, end_ns) AS cached_tokens, arg_max(queue_s, end_ns) AS queue_s,
+    arg_max(prefill_s, end_ns) AS prefill_s, arg_max(decode_s, end_ns) AS decode_s, arg_max(ttft_s, end_ns) AS ttft_s,
+    arg_max(e2e_s, end_ns) AS e2e_s, arg_max(num_preemptions, end_ns) AS num_preemptions, arg_max(aborted, end_ns) AS aborted,
+    arg_max(corrupted, end_ns) AS corrupted, arg_max(span_id, end_ns) AS span_id
+  FROM serving_requests WHERE parent_span_id IS NOT NULL GROUP BY run_id, trace_id, parent_span_id
 )
 SELECT t.run_id, t.attempt, t.step, t.rollout_id, t.turn_index, t.request_id, t.engine, t.replica, t.start_ns, t.end_ns, t.prompt_tokens,
   t.output_tokens, t.finish_reason, t.policy_version, coalesce(t.cached_tokens, q.cached_tokens, p.cached_tokens) AS cached_tokens,
