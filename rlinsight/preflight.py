@@ -7,6 +7,7 @@ loaders check what is inside them.
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 
 from rlinsight.config import Config, DataSection, FunctionReward, ModelSection, RewardSection, SftConfig
@@ -21,7 +22,7 @@ def check(config: Config | SftConfig) -> None:
     _check_data(config.data)
     _check_model(config.model)
     if isinstance(config, Config):
-        _check_engine(config.rollout.engine)
+        _check_engine(config)
         _check_rewards(config.reward)
 
 
@@ -31,9 +32,25 @@ def _check_packages() -> None:
         raise ConfigError(f"training needs {', '.join(missing)}; run: pip install 'rlinsight[train]'")
 
 
-def _check_engine(engine: str) -> None:
+def _check_engine(config: Config) -> None:
+    engine = config.rollout.engine
+    if engine == "openai":
+        _check_servers(config)
     if engine == "vllm" and not _installed("vllm"):
         raise ConfigError("rollout.engine=vllm: vLLM is not installed; run: make vllm (docs/vllm.md has other ways)")
+
+
+def _check_servers(config: Config) -> None:
+    section, correction = config.rollout.openai, config.algorithm.correction
+    if section.api_key_env is not None and not os.environ.get(section.api_key_env):
+        raise ConfigError(
+            f"rollout.openai.api_key_env={section.api_key_env}: no such environment variable; set it to the key"
+        )
+    if section.weights == "none" and (correction is None or correction.importance is None):
+        raise ConfigError(
+            "rollout.openai.weights=none: the servers would sample from other weights than are trained, ever more so; "
+            "set weights: disk, or weigh the rollouts with algorithm.correction.importance"
+        )
 
 
 def _check_data(data: DataSection) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -9,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from core_trainer import models
 from core_trainer.rollout.engine import RolloutEngine
 from core_trainer.rollout.native.engine import NativeEngine
+from core_trainer.types import SamplingParams
 from rlinsight.config import DataSection, RolloutSection
 
 
@@ -20,15 +22,21 @@ def build_engine(
     model_dir: Path,
     merge_adapters: bool = True,
     replica: str = "policy/0",
+    rank: int = 0,
+    world_size: int = 1,
 ) -> RolloutEngine:
     """The engine ``rollout.engine`` names, over ``model``; serves its weights once ``sync_weights`` was called.
 
     ``model_dir`` is where the model came from. ``merge_adapters`` false makes the native engine compute adapters apart;
-    vLLM gets merged weights always. ``replica`` is the engine's name in telemetry.
+    others get merged weights always. ``replica`` is the name in telemetry of an engine in this process. Of servers a
+    worker gets its share by ``rank`` of ``world_size``.
     """
     stop_token_ids = models.end_of_turn_ids(model.generation_config, tokenizer)
     if rollout.engine == "native":
         return NativeEngine(model, tokenizer, stop_token_ids, rollout.max_batch_size, merge_adapters, replica)
+    length = data.max_prompt_tokens + rollout.max_new_tokens
+    if rollout.engine == "openai":
+        return _openai(rollout, model, tokenizer, stop_token_ids, length, rank, world_size)
     from core_trainer.rollout.vllm import VllmEngine
 
     return VllmEngine(
@@ -37,7 +45,49 @@ def build_engine(
         model_dir,
         stop_token_ids,
         rollout.max_batch_size,
-        data.max_prompt_tokens + rollout.max_new_tokens,
+        length,
         rollout.vllm,
         replica,
     )
+
+
+def _openai(
+    rollout: RolloutSection,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_token_ids: tuple[int, ...],
+    length: int,
+    rank: int,
+    world_size: int,
+) -> RolloutEngine:
+    """A router over this worker's share of the servers; with fewer servers than workers they share one."""
+    from core_trainer.rollout import weight_transport as transports
+    from core_trainer.rollout.dialects import Completions, SglangGenerate
+    from core_trainer.rollout.openai import OpenAIEngine
+    from core_trainer.rollout.router import Router
+    from core_trainer.rollout.server import Server
+
+    section = rollout.openai
+    key = os.environ.get(section.api_key_env) if section.api_key_env else None
+    params = SamplingParams(rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k)
+    dialect = SglangGenerate() if section.server == "sglang" else Completions(int(section.server == "other"))
+    if section.weights == "none":
+        transport = transports.KeepsItsOwn(model)
+    else:
+        folder = transports.WeightFolder(model, section.weights_dir)
+        transport = (transports.SglangFromDisk if section.server == "sglang" else transports.VllmFromDisk)(folder)
+    engines = [
+        OpenAIEngine(
+            Server(url, key, section.timeout_s, rollout.max_batch_size),
+            dialect,
+            transport,
+            model,
+            tokenizer,
+            stop_token_ids,
+            length,
+            params,
+            section.model,
+        )
+        for url in section.urls[rank % len(section.urls) :: world_size]
+    ]
+    return Router(engines)

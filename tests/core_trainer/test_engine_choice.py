@@ -41,7 +41,7 @@ def test_native_is_what_a_config_gets(tiny_model: Path) -> None:
 @pytest.mark.parametrize(
     ("rollout", "message"),
     [
-        ({"engine": "vlm"}, "rollout.engine='vlm': input should be 'native' or 'vllm'"),
+        ({"engine": "vlm"}, "rollout.engine='vlm': input should be 'native', 'vllm'"),
         ({"vllm": {"kv_cache_gib": 2}}, "rollout: vllm has no effect with engine native"),
         (
             {"engine": "vllm", "vllm": {"kv_cache_gib": 0}},

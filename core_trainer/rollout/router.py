@@ -1,0 +1,222 @@
+"""Many replicas as one engine: which of them a request goes to, and which of them may be used at all.
+
+Requests of a session stay on one replica, which has their prefix, unless it is far busier than another. A replica that
+failed is left alone for a while, longer each time, and then has to take the current weights again before it gets a
+request: it may have been started anew. Whether a failed request is made again is its caller's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+
+from core_trainer.rollout.engine import Chunk, GenerateRequest, RolloutEngine, WeightSync
+from core_trainer.types import Turn
+from rlinsight import names, telemetry
+from rlinsight.errors import EngineError, RequestRefused
+
+FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 1.0, 60.0
+# A session's replica is left for the least loaded one when it is ahead of it by so many requests of this size, and half
+# as much again as it has. Below that, computing the prefix again costs more than the wait.
+SPILL_REQUESTS, SPILL_RATIO = 8, 1.5
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class Replica:
+    """An engine and what the router knows of it."""
+
+    engine: RolloutEngine
+    load: int = 0  # tokens of prompt and response of the requests it has, at most
+    num_routed: int = 0
+    failures: int = 0  # in a row
+    out_until: float | None = None  # on the router's clock; None: it may be used
+    restoring: asyncio.Task[None] | None = None
+
+    @property
+    def name(self) -> str:
+        """Its name in telemetry."""
+        return self.engine.replica
+
+
+class Router:
+    """Rollout engine over several. One event loop drives it at a time."""
+
+    def __init__(self, engines: Sequence[RolloutEngine], clock: Callable[[], float] = time.monotonic) -> None:
+        self.replicas = [Replica(engine) for engine in engines]
+        self.name = engines[0].name
+        self.replica = engines[0].replica if len(engines) == 1 else "router"
+        self.policy_version = 0
+        self._clock = clock
+        self._sessions: dict[str, Replica] = {}
+        self._at: dict[str, Replica] = {}  # by request id, until answered
+
+    def sync_weights(self, policy_version: int) -> list[WeightSync]:
+        """All at once. A replica that does not take them is not used until it does; EngineError when none did."""
+        self.policy_version = policy_version
+        self._sessions.clear()  # what the old weights computed is of no use
+        with ThreadPoolExecutor(len(self.replicas)) as pool:
+            results = list(pool.map(lambda replica: self._sync(replica), self.replicas))
+        synced = [entry for result in results if isinstance(result, list) for entry in result]
+        failed = [error for error in results if isinstance(error, EngineError)]
+        for replica, result in zip(self.replicas, results, strict=True):
+            if isinstance(result, EngineError):
+                self._failed(replica, result)
+            else:
+                self._works(replica)
+        if len(failed) == len(self.replicas):
+            raise failed[0]
+        return synced
+
+    async def generate(self, request: GenerateRequest) -> Turn:
+        """Sample on one replica. Raises what it raises, with the replica's name."""
+        with self._routed(request, await self._pick(request)) as replica:
+            return await replica.engine.generate(request)
+
+    async def stream(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        """The same, as tokens arrive. Leaving the iteration early aborts the request."""
+        with self._routed(request, await self._pick(request)) as replica:
+            async with aclosing(replica.engine.stream(request)) as chunks:  # type: ignore[type-var]  # a generator
+                async for chunk in chunks:
+                    yield chunk
+
+    def abort(self, request_id: str) -> None:
+        """Wherever it is."""
+        if request_id in self._at:
+            self._at[request_id].engine.abort(request_id)
+
+    def sleep(self) -> int:
+        """All of them; the sum."""
+        return sum(replica.engine.sleep() for replica in self.replicas)
+
+    def wake(self) -> int:
+        """Likewise."""
+        return sum(replica.engine.wake() for replica in self.replicas)
+
+    def close(self) -> None:
+        """All of them."""
+        for replica in self.replicas:
+            replica.engine.close()
+
+    # Which replica ----------------------------------------------------------------------------------------------------
+
+    async def _pick(self, request: GenerateRequest) -> Replica:
+        """The replica for a request; waits for one that is out only when all are. Raises EngineError then if it stays
+        out.
+        """
+        self._restore_due()
+        if not any(replica.out_until is None for replica in self.replicas):
+            await self._next_back()
+        return self.choose(request)
+
+    def choose(self, request: GenerateRequest) -> Replica:
+        """The session's replica or the least loaded one, of those that may be used; one in ``request.avoid`` last."""
+        ready = [replica for replica in self.replicas if replica.out_until is None]
+        ready = [replica for replica in ready if replica.name not in request.avoid] or ready
+        least = min(ready, key=lambda replica: (replica.load, replica.num_routed))
+        if request.session is None:
+            return least
+        usual = self._sessions.get(request.session)
+        if usual is None or usual not in ready:
+            usual = self._sessions[request.session] = least
+        ahead = usual.load - least.load
+        is_far_ahead = ahead >= SPILL_REQUESTS * _cost(request) and usual.load >= SPILL_RATIO * least.load
+        return least if is_far_ahead else usual
+
+    @contextmanager
+    def _routed(self, request: GenerateRequest, replica: Replica) -> Iterator[Replica]:
+        """Keeps count of a request while its replica has it, and of the replica's failures."""
+        cost = _cost(request)
+        replica.load += cost
+        replica.num_routed += 1
+        self._at[request.request_id] = replica
+        try:
+            yield replica
+        except RequestRefused as error:
+            error.replica = replica.name
+            raise
+        except EngineError as error:
+            error.replica = replica.name
+            self._failed(replica, error)
+            raise
+        except asyncio.CancelledError:
+            # Who asked had no more time for it. Its next try should not meet the same silence.
+            self._failed(replica, EngineError("it did not answer in time"))
+            raise
+        else:
+            replica.failures = 0
+        finally:
+            replica.load -= cost
+            self._at.pop(request.request_id, None)
+
+    # Which may be used ------------------------------------------------------------------------------------------------
+
+    def _failed(self, replica: Replica, error: EngineError) -> None:
+        if replica.out_until is not None:
+            return  # another request of it said so
+        replica.failures += 1
+        backoff = min(FIRST_BACKOFF_S * 2 ** (replica.failures - 1), LONGEST_BACKOFF_S)
+        replica.out_until = self._clock() + backoff
+        logger.warning("rollout replica %s is left out for %g s: %s", replica.name, backoff, error)
+
+    def _works(self, replica: Replica) -> None:
+        if replica.out_until is not None:
+            logger.warning("rollout replica %s is used again", replica.name)
+        replica.out_until = None
+
+    def _sync(self, replica: Replica) -> list[WeightSync] | EngineError:
+        try:
+            return replica.engine.sync_weights(self.policy_version)
+        except EngineError as error:
+            return error
+
+    def _restore_due(self) -> None:
+        """Start to bring back those whose time is over."""
+        for replica in self.replicas:
+            is_due = replica.out_until is not None and replica.out_until <= self._clock()
+            if is_due and replica.restoring is None:
+                replica.restoring = asyncio.create_task(self._restore(replica))
+
+    async def _restore(self, replica: Replica) -> None:
+        """Give a replica the weights again, in a thread; if it takes them it may be used."""
+        try:
+            attributes = {
+                names.POLICY_VERSION: self.policy_version,
+                names.ENGINE: self.name,
+                names.REPLICA: replica.name,
+                names.BUCKET: "overhead",
+            }
+            with telemetry.span(names.WEIGHT_SYNC, attributes) as span:
+                result = await asyncio.to_thread(self._sync, replica)
+                if not isinstance(result, EngineError):
+                    span.set({names.BYTES: sum(entry.moved for entry in result)})
+            if isinstance(result, EngineError):
+                replica.out_until = None
+                self._failed(replica, result)
+            else:
+                self._works(replica)
+        finally:
+            replica.restoring = None
+
+    async def _next_back(self) -> None:
+        """Wait for the replica that is due first. Raises EngineError if it does not come back."""
+        first = min(self.replicas, key=lambda replica: replica.out_until or 0.0)
+        while first.out_until is not None and first.restoring is None:
+            await asyncio.sleep(max(first.out_until - self._clock(), 0.0))
+            self._restore_due()
+        if first.restoring is not None:
+            await asyncio.shield(first.restoring)
+        if all(replica.out_until is not None for replica in self.replicas):
+            failed = ", ".join(replica.name for replica in self.replicas)
+            raise EngineError(f"no rollout replica can be used, all have failed: {failed}")
+
+
+def _cost(request: GenerateRequest) -> int:
+    """Tokens a request may take."""
+    return len(request.prompt_token_ids) + request.params.max_new_tokens

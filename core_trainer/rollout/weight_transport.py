@@ -1,0 +1,153 @@
+"""How the policy's weights reach a server."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from core_trainer import lora
+from core_trainer.rollout import checksum
+from core_trainer.rollout.server import Server
+from core_trainer.rollout.shared_weights import SharedWeights
+from rlinsight.errors import EngineError
+
+FILE = "model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """What a server has after a push."""
+
+    policy_version: int
+    moved: int  # bytes it was given
+    checksum: str | None = None  # of the weights it serves; None where nobody can tell
+
+
+class WeightTransport(Protocol):
+    """One for all servers of a process, which may call it from threads of their own."""
+
+    def push(self, server: Server, policy_version: int) -> Pushed:
+        """Have ``server`` serve the policy's current weights. Raises EngineError when it does not take them."""
+        ...
+
+    def close(self) -> None:
+        """Remove what was published; may be called again."""
+        ...
+
+
+class WeightFolder:
+    """The policy's weights as a safetensors file, written once a version: on disk, or in this machine's memory."""
+
+    def __init__(self, model: PreTrainedModel, directory: Path | None) -> None:
+        """``directory`` must be the servers' too; None shares memory, for servers of the same user on this machine."""
+        self._model, self._on_disk = model, directory is not None
+        self._lock = threading.Lock()
+        self._version: int | None = None
+        self._shared: SharedWeights | None = None
+        if directory is not None:
+            directory.mkdir(parents=True, exist_ok=True)
+        self.path = Path(tempfile.mkdtemp(prefix="rlinsight-weights-", dir=directory))
+        if directory is not None:
+            self.path.chmod(0o755)  # who else may read is for the folder around it to say
+        self.nbytes = 0
+
+    def at(self, policy_version: int) -> Path:
+        """The folder, holding that version. Raises EngineError when it cannot be written."""
+        with self._lock:
+            if policy_version != self._version:
+                try:
+                    self._write()
+                except OSError as error:
+                    raise EngineError(
+                        f"weights cannot be written to {self.path} ({error.strerror}); free some space"
+                    ) from error
+                self._version = policy_version
+        return self.path
+
+    def _write(self) -> None:
+        weights = lora.merged_state(self._model)
+        self.nbytes = sum(weight.nbytes for weight in weights.values())
+        if self._on_disk:
+            partial = self.path / f".{FILE}.partial"
+            save_file({name: weight.contiguous().cpu() for name, weight in weights.items()}, partial)
+            partial.rename(self.path / FILE)  # a server that still reads the old one keeps it
+            return
+        if self._shared is None:
+            self._shared = SharedWeights(weights)
+            (self.path / FILE).symlink_to(self._shared.path)
+        self._shared.write(weights)
+
+    def close(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = None
+
+
+class VllmFromDisk:
+    """vLLM loads the folder in place, paused, and forgets what the old weights computed.
+
+    Needs a server in VLLM_SERVER_DEV_MODE=1.
+    """
+
+    def __init__(self, folder: WeightFolder) -> None:
+        self.folder = folder
+
+    def push(self, server: Server, policy_version: int) -> Pushed:
+        path = self.folder.at(policy_version)
+        server.call("POST", "/pause", mode="wait")
+        try:
+            call = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
+            server.call("POST", "/collective_rpc", call)
+            server.call("POST", "/reset_prefix_cache")
+        finally:
+            server.call("POST", "/resume")
+        return Pushed(policy_version, self.folder.nbytes)
+
+    def close(self) -> None:
+        self.folder.close()
+
+
+class SglangFromDisk:
+    """SGLang loads the folder between two of its batches (untested against a server; written after its protocol)."""
+
+    def __init__(self, folder: WeightFolder) -> None:
+        self.folder = folder
+
+    def push(self, server: Server, policy_version: int) -> Pushed:
+        path = self.folder.at(policy_version)
+        told = server.call(
+            "POST", "/update_weights_from_disk", {"model_path": str(path), "weight_version": str(policy_version)}
+        )
+        if not told.get("success"):
+            raise EngineError(f"{server.url} did not take the weights: {told.get('message')}")
+        return Pushed(policy_version, self.folder.nbytes)
+
+    def close(self) -> None:
+        self.folder.close()
+
+
+class KeepsItsOwn:
+    """The server's weights stay those of the first push, which it must have been started with."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._lock = threading.Lock()
+        self._kept: Pushed | None = None
+
+    def push(self, server: Server, policy_version: int) -> Pushed:
+        with self._lock:
+            if self._kept is None:
+                self._kept = Pushed(policy_version, 0, checksum.of(lora.merged_state(self._model).items()))
+        return self._kept
+
+    def close(self) -> None:
+        """Nothing was published."""

@@ -1,0 +1,440 @@
+"""A router sends each request to the replica that answers it soonest, and to none that may be dead or stale."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from core_trainer import attention, models
+from core_trainer.rollout import router as router_module
+from core_trainer.rollout.engine import Chunk, GenerateRequest, WeightSync
+from core_trainer.rollout.router import SPILL_RATIO, SPILL_REQUESTS, Router
+from core_trainer.types import SamplingParams, Turn
+from rlinsight.errors import EngineError, RequestRefused
+from tests.core_trainer.scripted_server import Fault, ScriptedServer
+
+
+@dataclass
+class ScriptedEngine:
+    """An engine that answers when told to, and fails as scripted."""
+
+    replica: str
+    name: str = "scripted"
+    policy_version: int = -1
+    failing: Exception | None = None  # of requests
+    refuses_weights: bool = False
+    holds: bool = False  # answers only once ``release`` is called
+    synced: list[int] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    slept: int = 7
+
+    def __post_init__(self) -> None:
+        self._waiting: list[asyncio.Event] = []
+
+    def sync_weights(self, policy_version: int) -> list[WeightSync]:
+        if self.refuses_weights:
+            raise EngineError(f"{self.replica} takes none")
+        self.policy_version = policy_version
+        self.synced.append(policy_version)
+        return [WeightSync(self.replica, 10, 0)]
+
+    async def generate(self, request: GenerateRequest) -> Turn:
+        self.asked.append(request.request_id)
+        if self.holds:
+            self._waiting.append(event := asyncio.Event())
+            await event.wait()
+        await asyncio.sleep(0)
+        if self.failing is not None:
+            raise self.failing
+        return Turn(
+            request.request_id, request.prompt_token_ids, [1], [-1.0], "x", "stop", self.policy_version, 0, 0, 1,
+            replica=self.replica,
+        )  # fmt: skip
+
+    async def stream(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        turn = await self.generate(request)
+        yield Chunk([1], [-1.0])
+        yield Chunk([], [], turn)
+
+    def release(self) -> None:
+        for event in self._waiting:
+            event.set()
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+    def sleep(self) -> int:
+        return self.slept
+
+    def wake(self) -> int:
+        return self.slept
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def make(count: int, clock: Callable[[], float] | None = None) -> tuple[Router, list[ScriptedEngine]]:
+    """A router over so many engines with weights of version 0."""
+    engines = [ScriptedEngine(f"e{i}") for i in range(count)]
+    router = Router(engines, clock) if clock else Router(engines)
+    router.sync_weights(0)
+    return router, engines
+
+
+def ask(name: str = "r", prompt: int = 10, new: int = 90, **options: object) -> GenerateRequest:
+    return GenerateRequest(name, tuple(range(prompt)), SamplingParams(new), **options)  # type: ignore[arg-type]
+
+
+async def settle() -> None:
+    """Let every task go as far as it can."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+# Which replica --------------------------------------------------------------------------------------------------------
+
+
+def test_requests_go_where_the_fewest_tokens_are_waited_for() -> None:
+    """Counted by what a request may take, not by how many there are; given back when it is answered."""
+    router, (a, b) = make(2)
+    a.holds = b.holds = True
+
+    async def run() -> None:
+        tasks = [asyncio.create_task(router.generate(ask("big", new=490)))]
+        await settle()
+        for i in range(5):
+            tasks.append(asyncio.create_task(router.generate(ask(f"small{i}"))))
+            await settle()
+        assert (a.asked, b.asked) == (["big"], [f"small{i}" for i in range(5)])
+        b.release()
+        await settle()
+        tasks.append(asyncio.create_task(router.generate(ask("next"))))
+        await settle()
+        assert b.asked[-1] == "next"
+        a.release()
+        b.release()
+        turns = await asyncio.gather(*tasks)
+        assert [turn.replica for turn in turns] == ["e0", *["e1"] * 6]
+
+    asyncio.run(run())
+    assert [replica.load for replica in router.replicas] == [0, 0]
+
+
+def test_a_session_stays_until_its_replica_is_far_busier() -> None:
+    """Its prefix is there; beyond the limit others of it go elsewhere, and it comes back afterwards."""
+    router, (a, b) = make(2)
+    a.holds = b.holds = True
+
+    async def run() -> None:
+        tasks = []
+        for i in range(SPILL_REQUESTS + 2):
+            tasks.append(asyncio.create_task(router.generate(ask(f"s{i}", session="s"))))
+            await settle()
+        assert a.asked == [f"s{i}" for i in range(SPILL_REQUESTS)] + [f"s{SPILL_REQUESTS + 1}"]
+        assert b.asked == [f"s{SPILL_REQUESTS}"]
+        a.release()
+        b.release()
+        await asyncio.gather(*tasks)
+        a.holds = b.holds = False
+        await router.generate(ask("later", session="s"))
+        assert a.asked[-1] == "later"
+
+    asyncio.run(run())
+
+
+def test_sessions_are_spread() -> None:
+    """Groups that arrive together get a replica each, in turn, though each of their requests is as good anywhere."""
+    router, engines = make(3)
+    for engine in engines:
+        engine.holds = True
+
+    async def run() -> None:
+        tasks = [
+            asyncio.create_task(router.generate(ask(f"g{group}-{i}", session=f"g{group}")))
+            for group in range(6)
+            for i in range(4)
+        ]
+        await settle()
+        for engine in engines:
+            assert len(engine.asked) == 8
+            assert len({name.split("-")[0] for name in engine.asked}) == 2
+            engine.release()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(run())
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    loads=st.lists(st.integers(0, 5000), min_size=1, max_size=6),
+    out=st.sets(st.integers(0, 5)),
+    avoid=st.sets(st.integers(0, 5)),
+    usual=st.integers(0, 5),
+    new=st.integers(1, 300),
+)
+def test_the_choice_keeps_its_rules(loads: list[int], out: set[int], avoid: set[int], usual: int, new: int) -> None:
+    """Never one that is out; one to be avoided only when there is no other; never one far busier than the least
+    loaded, and the session's own whenever that is not so.
+    """
+    router, _ = make(len(loads))
+    if out >= set(range(len(loads))):
+        out = set()
+    for i, (replica, load) in enumerate(zip(router.replicas, loads, strict=True)):
+        replica.load, replica.out_until = load, (1.0 if i in out else None)
+    router._sessions["s"] = router.replicas[usual % len(loads)]
+    request = ask(new=new, session="s", avoid=frozenset(f"e{i}" for i in avoid))
+    chosen = router.choose(request)
+    usable = [i for i in range(len(loads)) if i not in out]
+    wanted = [i for i in usable if i not in avoid] or usable
+    index = router.replicas.index(chosen)
+    least = min(loads[i] for i in wanted)
+    assert index in wanted
+    limit = SPILL_REQUESTS * (10 + new)
+    assert loads[index] == least or loads[index] < max(least + limit, SPILL_RATIO * least)
+    if usual % len(loads) in wanted and loads[usual % len(loads)] - least < limit:
+        assert index == usual % len(loads)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 200), st.booleans()), max_size=40), st.randoms())
+def test_load_is_given_back_whatever_happens(requests: list[tuple[int, int, bool]], random: object) -> None:
+    """Answered, failed, refused or cancelled, in any order."""
+    router, engines = make(3)
+
+    async def run() -> None:
+        tasks = []
+        for i, (session, new, cancelled) in enumerate(requests):
+            for engine in engines:
+                engine.failing = {0: RequestRefused("no"), 1: None}.get(i % 3)
+            task = asyncio.create_task(router.generate(ask(f"r{i}", new=new, session=f"s{session}")))
+            await asyncio.sleep(0)
+            if cancelled:
+                task.cancel()
+                router._works(router.replicas[0])
+                router._works(router.replicas[1])
+                router._works(router.replicas[2])
+            tasks.append(task)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(run())
+    assert [replica.load for replica in router.replicas] == [0, 0, 0]
+    assert router._at == {}
+
+
+def test_abort_sleep_wake_and_close_reach_the_engines() -> None:
+    """An abort the one that has the request; the others all of them."""
+    router, engines = make(2)
+    engines[0].holds = True
+
+    async def run() -> None:
+        task = asyncio.create_task(router.generate(ask("r")))
+        await settle()
+        router.abort("r")
+        router.abort("nobody")
+        engines[0].release()
+        await task
+
+    asyncio.run(run())
+    assert (engines[0].aborted, engines[1].aborted) == (["r"], [])
+    assert (router.sleep(), router.wake()) == (14, 14)
+    router.close()
+    assert all(engine.closed for engine in engines)
+
+
+def test_a_stream_is_counted_too() -> None:
+    """It ends with the turn, or earlier when nobody listens."""
+    router, _ = make(2)
+
+    async def run() -> None:
+        chunks = [chunk async for chunk in router.stream(ask())]
+        assert chunks[-1].turn is not None
+        left = router.stream(ask())
+        await anext(left)
+        assert sum(replica.load for replica in router.replicas) == 100
+        await left.aclose()  # type: ignore[attr-defined]
+
+    asyncio.run(run())
+    assert sum(replica.load for replica in router.replicas) == 0
+
+
+# Failures -------------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Seconds, as a test says."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_failed_replica_is_left_out_longer_each_time_and_gets_the_weights_before_a_request() -> None:
+    """The error names it; the others answer meanwhile; back-off doubles until a request is answered."""
+    clock = Clock()
+    router, (a, _) = make(2, clock)
+    a.failing = EngineError("dead")
+    for failures, backoff in enumerate((1.0, 2.0, 4.0), start=1):
+
+        async def run(backoff: float = backoff) -> None:
+            with pytest.raises(EngineError, match="dead") as failure:
+                await router.generate(ask("to-a"))
+            assert failure.value.replica == "e0"
+            clock.now += backoff - 0.1
+            for _ in range(3):
+                assert (await router.generate(ask())).replica == "e1"
+            clock.now += 0.2
+            await router.generate(ask())  # starts to bring it back
+            await asyncio.sleep(0.05)
+            assert router.replicas[0].out_until is None
+
+        asyncio.run(run())
+        assert a.synced == [0] * (failures + 1)
+        router.replicas[0].num_routed = router.replicas[1].num_routed - 1  # next in turn
+    a.failing = None
+    asyncio.run(router.generate(ask()))
+    assert router.replicas[0].failures == 0
+
+
+def test_the_request_itself_is_not_held_against_a_replica() -> None:
+    """A refusal has a name on it, and the replica stays."""
+    router, (a, _) = make(2)
+    a.failing = RequestRefused("too long")
+    with pytest.raises(RequestRefused) as failure:
+        asyncio.run(router.generate(ask()))
+    assert failure.value.replica == "e0"
+    assert router.replicas[0].out_until is None
+
+
+def test_who_runs_out_of_patience_is_served_elsewhere() -> None:
+    """A replica that hangs until its caller gives up is out, as one that fails."""
+    router, (a, _) = make(2)
+    a.holds = True
+
+    async def run() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(router.generate(ask()), 0.05)
+        assert (await router.generate(ask("again"))).replica == "e1"
+
+    asyncio.run(run())
+
+
+def test_with_one_replica_a_failure_is_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next request waits for it to come back, and fails by name if it does not."""
+    monkeypatch.setattr(router_module, "FIRST_BACKOFF_S", 0.1)
+    router, (only,) = make(1)
+
+    async def run() -> None:
+        only.failing = EngineError("hiccup")
+        with pytest.raises(EngineError, match="hiccup"):
+            await router.generate(ask())
+        only.failing = None
+        turns = await asyncio.gather(*[router.generate(ask(f"r{i}")) for i in range(5)])
+        assert [turn.replica for turn in turns] == ["e0"] * 5
+        only.failing, only.refuses_weights = EngineError("hiccup"), True
+        with pytest.raises(EngineError, match="hiccup"):
+            await router.generate(ask())
+        with pytest.raises(EngineError, match="no rollout replica can be used, all have failed: e0"):
+            await router.generate(ask())
+
+    asyncio.run(run())
+    assert router.replica == "e0"
+    assert only.synced == [0, 0]
+
+
+def test_a_replica_without_the_new_weights_gets_no_request() -> None:
+    """The others go on; when none took them the sync fails."""
+    router, (a, b, c) = make(3)
+    b.refuses_weights = True
+    assert [entry.replica for entry in router.sync_weights(1)] == ["e0", "e2"]
+    turns = asyncio.run(all_of(router, 12))
+    assert {turn.replica for turn in turns} == {"e0", "e2"}
+    assert {turn.policy_version for turn in turns} == {1}
+    b.refuses_weights = False
+    assert len(router.sync_weights(2)) == 3
+    assert {turn.replica for turn in asyncio.run(all_of(router, 12))} == {"e0", "e1", "e2"}
+    a.refuses_weights = b.refuses_weights = c.refuses_weights = True
+    with pytest.raises(EngineError, match="takes none"):
+        router.sync_weights(3)
+
+
+def test_a_request_avoids_the_replicas_that_failed_on_it() -> None:
+    """While there is another one."""
+    router, _ = make(3)
+
+    async def run() -> None:
+        for _ in range(5):
+            assert (await router.generate(ask(avoid=frozenset({"e0", "e2"})))).replica == "e1"
+            assert (await router.generate(ask(session="s", avoid=frozenset({"e1"})))).replica != "e1"
+        assert await router.generate(ask(avoid=frozenset({"e0", "e1", "e2"})))
+
+    asyncio.run(run())
+
+
+async def all_of(router: Router, count: int) -> list[Turn]:
+    return await asyncio.gather(*[router.generate(ask(f"r{i}")) for i in range(count)])
+
+
+# With servers ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_was_started_anew_gets_the_weights_first(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It dies in the middle of an answer and comes back with the weights it began with. Nothing stale is sampled."""
+    from core_trainer.rollout.build import build_engine
+    from rlinsight import config
+
+    monkeypatch.setattr(router_module, "FIRST_BACKOFF_S", 0.2)
+    policy = models.load_model(tiny_model, torch.float32)
+    attention.enable(policy)
+    tokenizer = models.load_tokenizer(tiny_model)
+    first, second = ScriptedServer(tiny_model), ScriptedServer(tiny_model)
+    with first.running(), second.running():
+        section = config.RolloutSection(engine="openai", openai={"urls": [first.url, second.url]})  # type: ignore[arg-type]
+        engine = build_engine(
+            section, config.DataSection(train="d.jsonl", max_prompt_tokens=64), policy, tokenizer, tiny_model
+        )
+        assert isinstance(engine, Router)
+        engine.sync_weights(0)
+        with torch.no_grad():
+            policy.get_input_embeddings().weight.mul_(1.3)
+        assert len(engine.sync_weights(1)) == 2
+        port = int(first.url.rpartition(":")[2])
+        first.script = [Fault(drop_after=1)]
+        names = [server.url.removeprefix("http://") for server in (first, second)]
+
+        async def run() -> None:
+            with pytest.raises(EngineError, match="broke the connection"):
+                await engine.generate(ask("a", new=4, avoid=frozenset({names[1]})))
+            first.die()
+            turns = [await engine.generate(ask(f"b{i}", new=4)) for i in range(4)]
+            assert {turn.replica for turn in turns} == {names[1]}
+            again = ScriptedServer(tiny_model)
+            again.start(port)
+            await asyncio.sleep(0.3)
+            try:
+                for i in range(200):
+                    turn = await engine.generate(ask(f"c{i}", new=4, avoid=frozenset({names[1]})))
+                    if turn.replica == names[0]:
+                        break
+                    await asyncio.sleep(0.05)
+                assert turn.replica == names[0]
+                assert again.loads == 1
+                requests = [asked.path for asked in again.asked]
+                assert requests.index("/collective_rpc") < requests.index("/v1/completions")
+                weight = again.model.get_input_embeddings().weight
+                assert torch.equal(weight, policy.get_input_embeddings().weight)
+            finally:
+                again.die()
+                first.start()  # for the end of its block
+
+        asyncio.run(run())
