@@ -55,6 +55,7 @@ _SERVING = {
     "num_preemptions": names.PREEMPTIONS,
     "aborted": names.ABORTED,
     "corrupted": names.CORRUPTED,
+    "error_type": names.ERROR_TYPE,
 }
 
 PROJECTIONS: tuple[Projection, ...] = (

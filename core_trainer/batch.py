@@ -33,7 +33,7 @@ def to_samples(rollouts: Sequence[Rollout]) -> list[TrainSample]:
                 token_ids=np.asarray(turn.token_ids, dtype=np.int64),
                 loss_mask=np.ones(length, dtype=bool),
                 rollout_log_probs=np.asarray(turn.rollout_log_probs, dtype=np.float32),
-                policy_version=turn.policy_version,
+                policy_version=rollout.policy_version,
                 turns=[(0, 0, length)],
                 carrier=rollout.carrier,
             )

@@ -17,6 +17,7 @@ from core_trainer.advantages import check_algorithm
 from core_trainer.checkpoint import TrainerState
 from core_trainer.data import PromptSampler, check_lengths, load_prompts
 from core_trainer.job import Job, Reporter
+from core_trainer.rollout.hybrid import Published
 from core_trainer.validation import ValidationSet, load_sets
 from core_trainer.workers.critic import CriticWorker
 from core_trainer.workers.policy import CRITIC, PolicyWorker
@@ -42,6 +43,7 @@ class Cluster:
     fingerprint: dict[str, Any]  # what a checkpoint of this run belongs to
     state: TrainerState | None = None  # of the checkpoint this attempt starts from
     policy_version = 0
+    ledger: list[list[Published]]  # of the first weight sync, by policy worker
 
     def __init__(self, config: Config, job: Job, reporter: Reporter) -> None:
         self.config, self.job, self.reporter = config, job, reporter
@@ -99,7 +101,7 @@ class Cluster:
             self.state = state
             self.sampler.load_state_dict(state.sampler)
             self.policy_version = self.policy.call("version")[0]
-        self.policy.call("sync_weights")
+        self.ledger = self.policy.call("sync_weights")
 
     def _spawn(self, group: WorkerGroup) -> WorkerGroup:
         self._groups.append(group)

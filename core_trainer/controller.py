@@ -25,6 +25,7 @@ import torch
 
 from core_trainer import advantages, checkpoint, validation
 from core_trainer.advantages import StepRewards
+from core_trainer.alerts import Alert, Alerts
 from core_trainer.algorithms import kl, registry, shaping
 from core_trainer.batch import attach, mini_batches, to_samples
 from core_trainer.batching import TrainSample
@@ -34,7 +35,8 @@ from core_trainer.job import Job, Reporter, RunSummary, StepReport
 from core_trainer.metrics import TokenStats, emit, rollout_metrics
 from core_trainer.optimizer import OptimizerStats, update_metrics
 from core_trainer.rewards import RewardResult
-from core_trainer.rollout.sample import Group, make_groups
+from core_trainer.rollout.hybrid import Published
+from core_trainer.rollout.sample import Group, make_groups, time_limit_s
 from core_trainer.types import Rollout, SamplingParams
 from core_trainer.value_model import ValueStats, critic_metrics
 from core_trainer.workers.policy import CRITIC
@@ -44,7 +46,7 @@ from rlinsight.config import Config
 from rlinsight.config.advantage import GROUP_ADVANTAGES
 from rlinsight.config.kl import AdaptiveController, KlSection
 from rlinsight.config.shaping import OVERLONG
-from rlinsight.errors import CheckpointError, RlinsightError, TrainingError
+from rlinsight.errors import CheckpointError, EngineError, RlinsightError, TrainingError
 from rlinsight.telemetry import Span
 
 ON_POLICY = "one on-policy update: the update's own forward gives the same log-probs"
@@ -78,6 +80,7 @@ class Step:
     samples: list[TrainSample] = field(default_factory=list)  # of ``rollouts``, in order
     sampling_s: float = 0.0
     sampled_tokens: int = 0  # in that time, those of greedy rollouts too
+    num_failed: int = 0  # rollouts whose request failed for good
     token_stats: TokenStats = field(default_factory=TokenStats)  # of the last epoch
     value_stats: ValueStats = field(default_factory=ValueStats)  # likewise
     num_mini_batches: int = 0  # likewise
@@ -106,7 +109,10 @@ class Controller:
         self.advantage = registry.find("advantage", config.algorithm.advantage.type)
         self.kl_controller = _kl_controller(config.algorithm.kl)
         self.validation_sets, self.fingerprint = cluster.validation_sets, cluster.fingerprint
-        self.policy_version = cluster.policy_version
+        self.policy_version = self.served_version = cluster.policy_version
+        self.alerts = Alerts(job.run_id, reporter.stage)
+        self._first_sync = cluster.ledger
+        self._stale: list[Alert] = []  # engines that do not serve what was published
         self.step, self.best = 0, None
         self._resumed = cluster.state.extra if cluster.state is not None else {}
         if cluster.state is not None:
@@ -128,6 +134,8 @@ class Controller:
         total, trainer = self.config.trainer.total_steps, self.config.trainer
         if self._resumed:  # not before a subclass's __init__ has set the defaults
             self.load_state_dict(self._resumed)
+        self._published(self._first_sync)
+        self._stop_if_stale()
         if self.step == 0 and self.validate() and trainer.keep_best:
             self._checkpoint()
         while self.step < total and not self.reporter.stop_requested():
@@ -135,6 +143,7 @@ class Controller:
             try:
                 self._run_step(self.step + 1)
                 self.step, position = self.step + 1, self._position()
+                self._stop_if_stale()
                 is_best = self.validate()
             except _Abandoned:
                 self._rewind(*position)
@@ -219,7 +228,7 @@ class Controller:
             step.sampled += rollouts
             step.rollouts += kept
             num_sampled += len(groups)
-            num_kept += len(groups) - len(reasons)
+            num_kept += len({rollout.group_id for rollout in kept})
         step.samples = to_samples(step.rollouts)
         step.metrics |= {names.M_SAMPLING_ROUNDS: sampling_round, names.M_GROUPS_DROPPED: num_sampled - num_kept}
 
@@ -231,15 +240,21 @@ class Controller:
             return make_groups(prompts, size, seed, step.index, self.job.attempt, first)
 
     def sample(self, step: Step, groups: Sequence[Group]) -> list[Rollout]:
-        """Rollouts of the groups, and the greedy one of each prompt where the advantage is taken against its reward."""
+        """Rollouts of the groups, and the greedy one of each prompt where the advantage is taken against its reward.
+
+        Those whose request failed for good are left out, with ``rollout.on_error: drop``, and groups of which nothing
+        is left are recorded as dropped. Raises EngineError when nothing at all is left.
+        """
         with self.phase(names.SAMPLE):
             began = time.perf_counter()
-            rollouts = self._sample(step, groups, self.params)
+            sampled = self._sample(step, groups, self.params)
             if "greedy_rewards" in self.advantage.inputs:
                 greedy = replace(self.params, temperature=0.0)
-                rollouts += self._sample(step, [_greedy(group) for group in groups], greedy)
+                sampled += self._sample(step, [_greedy(group) for group in groups], greedy)
             step.sampling_s += time.perf_counter() - began
-            step.sampled_tokens += sum(rollout.num_response_tokens for rollout in rollouts)
+            step.sampled_tokens += sum(rollout.num_response_tokens for rollout in sampled)
+            rollouts = [rollout for rollout in sampled if not rollout.error]
+            self._look_at(step, sampled, rollouts)
         return rollouts
 
     def score(self, step: Step, rollouts: Sequence[Rollout]) -> None:
@@ -338,7 +353,7 @@ class Controller:
     def sync(self, step: Step) -> None:
         """Publish the new weights to the rollout engines."""
         with self.phase(names.SYNC):
-            self.policy.call("sync_weights", step=step.index)
+            self._published(self.policy.call("sync_weights", step=step.index))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Span]:
@@ -363,6 +378,7 @@ class Controller:
                 metrics = self._metrics(step, time.perf_counter() - began)
                 for name, value in metrics.items():
                     emit(name, value)
+                self.alerts.finished(index, metrics)
             span.set(
                 {
                     names.POLICY_VERSION_OUT: self.policy_version,
@@ -376,8 +392,39 @@ class Controller:
         self.reporter.step(StepReport(index, self.config.trainer.total_steps, time.perf_counter() - began, metrics))
 
     def _sample(self, step: Step, groups: Sequence[Group], params: SamplingParams) -> list[Rollout]:
-        parts = self.policy.scatter("sample", self.policy.split(groups), params, step=step.index)
+        limit_s = time_limit_s(self.config.rollout)
+        parts = self.policy.scatter("sample", self.policy.split(groups), params, step=step.index, timeout_s=limit_s)
         return [rollout for part in parts for rollout in part]
+
+    def _look_at(self, step: Step, sampled: Sequence[Rollout], rollouts: Sequence[Rollout]) -> None:
+        """Record what is wrong with ``sampled``, of which ``rollouts`` did not fail."""
+        failed = [rollout for rollout in sampled if rollout.error]
+        step.num_failed += len(failed)
+        stale = self.alerts.sampled(rollouts, failed, self.served_version)
+        if stale and self.config.rollout.on_stale == "fail":
+            raise EngineError(f"{stale[0].message}; set rollout.on_stale: alert to train on them all the same")
+        if failed and not rollouts:
+            kinds = ", ".join(sorted({str(rollout.error) for rollout in failed}))
+            raise EngineError(
+                f"all {len(failed)} rollouts of step {step.index} failed ({kinds}); see view errors, and go on with "
+                "--resume when the engine is well"
+            )
+        left = {rollout.group_id for rollout in rollouts}
+        for group_id, members in _by_group(failed).items():
+            if group_id not in left and not group_id.endswith(GREEDY):
+                self._record_dropped(members, "engine_error")
+
+    def _published(self, ledgers: Sequence[Sequence[Published]]) -> None:
+        """Look at what each policy worker's engine took of the weights it was given."""
+        entries = [entry for ledger in ledgers for entry in ledger]
+        if entries:
+            self.served_version = entries[0].policy_version
+            self._stale = self.alerts.synced(entries)
+
+    def _stop_if_stale(self) -> None:
+        """Between steps, so that the last one is whole and can be resumed from."""
+        if self._stale and self.config.rollout.on_stale == "fail":
+            raise EngineError(f"{self._stale[0].message}; set rollout.on_stale: alert to go on all the same")
 
     def _attach(self, group: WorkerGroup, method: str, step: Step) -> None:
         """Set what a worker method gives for each sample's tokens."""
@@ -398,9 +445,7 @@ class Controller:
         versions = torch.tensor([rollout.policy_version for rollout in scored], dtype=torch.int64)
         inputs = {"rewards": rewards, "groups": groups, "staleness": self.policy_version - versions}
         for section in options.group_filters:
-            checks[section.type] = shaping.filter_groups(
-                section.type, inputs, section.model_dump(exclude={"type"})
-            )
+            checks[section.type] = shaping.filter_groups(section.type, inputs, section.model_dump(exclude={"type"}))
         if options.dynamic_sampling is not None:
             checks["zero_variance"] = shaping.zero_variance(rewards, groups)
         if not checks:
@@ -545,6 +590,7 @@ class Controller:
             **metrics,
             names.M_TOKENS_PER_S: tokens / seconds,
             names.M_SAMPLES_PER_S: len(step.sampled) / seconds,
+            names.M_FAILED_ROLLOUTS: float(step.num_failed),
             names.M_GEN_TOKENS_PER_S: step.sampled_tokens / step.sampling_s if step.sampling_s else None,
         }
 
@@ -565,4 +611,4 @@ def _by_group(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
 
 
 def _greedy(group: Group) -> Group:
-    return replace(group, group_id=f"{group.group_id}{GREEDY}", size=1, seeds=group.seeds[:1], split="eval")
+    return replace(group, group_id=f"{group.group_id}{GREEDY}", size=1, seeds=group.seeds[:1], split="baseline")

@@ -166,6 +166,26 @@ class MasterOptimizer:
                 parameter.copy_(rounded)
         return float(changed) / self.master.numel()
 
+    def offload(self) -> int:
+        """Move masters, gradient and moments to host memory, until ``reload``; returns the bytes moved, 0 on a CPU.
+
+        Untested on a GPU.
+        """
+        return self._move(torch.device("cpu"))
+
+    def reload(self) -> int:
+        """Move them back to the model's device; returns the bytes moved."""
+        return self._move(self.parameters[0].device)
+
+    def _move(self, device: torch.device) -> int:
+        if self.gradient.device == device:
+            return 0
+        moments = self.state_dict()
+        for tensor in (self.master, self.gradient, *moments.values()):
+            tensor.data = tensor.to(device)
+        self._views = self.gradient.split([p.numel() for p in self.parameters])
+        return sum(tensor.nbytes for tensor in (self.master, self.gradient, *moments.values()))
+
     def state_dict(self) -> dict[str, Tensor]:
         """Moments as flat tensors; empty before the first update."""
         state = self._adamw.state.get(self.master, {})

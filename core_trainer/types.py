@@ -56,10 +56,15 @@ class Turn:
     token_policy_versions: list[int] | None = None  # [T] where weights changed while it was sampled; None: all the same
     top_log_probs: list[list[tuple[int, float]]] | None = None  # [T][k] token id and log-prob, likeliest first
 
+    @property
+    def policy_versions(self) -> list[int]:
+        """Weights that sampled its tokens: one for all, or one each."""
+        return self.token_policy_versions or [self.policy_version]
+
 
 @dataclass(slots=True)
 class Rollout:
-    """One sampled trajectory: 1..n turns, one reward."""
+    """One sampled trajectory: 1..n turns, one reward. One that failed has an ``error``, and may have no turns."""
 
     rollout_id: str
     group_id: str
@@ -68,6 +73,7 @@ class Rollout:
     turns: list[Turn]
     carrier: dict[str, str]  # W3C trace context of the rollout's own trace
     reward: float | None = None  # None until it is scored, and for good when it could not be
+    error: str | None = None  # class of what ended it, when its last request failed for good
 
     @property
     def response_text(self) -> str:
@@ -76,8 +82,8 @@ class Rollout:
 
     @property
     def policy_version(self) -> int:
-        """Oldest weights that sampled a token of it."""
-        return min(turn.policy_version for turn in self.turns)
+        """Oldest weights that sampled a token of it; it has a turn."""
+        return min(version for turn in self.turns for version in turn.policy_versions)
 
     @property
     def num_response_tokens(self) -> int:
@@ -87,4 +93,4 @@ class Rollout:
     @property
     def finish_reason(self) -> FinishReason:
         """How the last turn ended."""
-        return self.turns[-1].finish_reason
+        return "error" if self.error else self.turns[-1].finish_reason

@@ -20,12 +20,12 @@ import numpy as np
 
 from core_trainer.data import check_lengths, load_prompts
 from core_trainer.rewards import RewardResult
-from core_trainer.rollout.sample import Group, sample_seed
+from core_trainer.rollout.sample import Group, sample_seed, time_limit_s
 from core_trainer.types import Prompt, Rollout, SamplingParams
 from rlinsight import names, telemetry
 from rlinsight.config import Config, RolloutSection, ValidationSection
 from rlinsight.config.validation import ALL
-from rlinsight.errors import ConfigError, DataError, RewardError
+from rlinsight.errors import ConfigError, DataError, EngineError, RewardError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -238,17 +238,27 @@ def validate(
     params = sampling_params(section, config.rollout)
     attributes = {names.STEP_INDEX: step, names.NUM_PROMPTS: len(groups), names.BATCH_SIZE: len(groups) * section.n}
     with telemetry.step_context(step), telemetry.span(names.VALIDATE, attributes, root=True, announce=True):
-        parts = policy.scatter("sample", policy.split(groups), params, step=step)
+        limit_s = time_limit_s(config.rollout)
+        parts = policy.scatter("sample", policy.split(groups), params, step=step, timeout_s=limit_s)
         sampled = [rollout for part in parts for rollout in part]
-        policy_version, rollouts = sampled[0].policy_version, iter(sampled)
+        policy_version, rollouts = _policy_version(sampled), iter(sampled)
         samples: list[Sample] = []
         for i, dataset in enumerate(sets):
             mine = [next(rollouts) for _ in range(len(dataset.prompts) * section.n)]
+            mine = [rollout for rollout in mine if not rollout.error]
             results = reward.call("score", mine, i + 1, step=step)[0]
             samples += scored_samples(mine, results, dataset, section)
         metrics = measure(samples, section)
         _record(metrics, policy_version)
     return metrics
+
+
+def _policy_version(rollouts: Sequence[Rollout]) -> int:
+    """Of the weights that are validated. Raises EngineError when no rollout came back."""
+    whole = [rollout for rollout in rollouts if not rollout.error]
+    if not whole:
+        raise EngineError(f"all {len(rollouts)} rollouts of a validation failed ({rollouts[0].error}); see view errors")
+    return whole[0].policy_version
 
 
 def scored_samples(

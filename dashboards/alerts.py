@@ -1,4 +1,4 @@
-"""What is wrong with a run, in sentences: rules over the frames the overview has already read.
+"""What is wrong with a run, in sentences: what its processes said, and rules over the frames the overview has read.
 
 Pure. A rule says what, how much, and where to look; it stays silent when its number is unknown.
 """
@@ -21,9 +21,10 @@ class Alert:
     text: str
 
 
-def find(run: Row, curves: Frame, opened: Frame, linked: float | None, dropped: int) -> list[Alert]:
+def find(run: Row, curves: Frame, opened: Frame, raised: Frame, linked: float | None, dropped: int) -> list[Alert]:
     """Alerts of a run, worst first. ``linked`` is the share of joins that hold, ``dropped`` counts lost items."""
-    found = [*_run(run), *_stuck(opened), *_delivery(linked, dropped), *_training(curves.tail(WINDOW))]
+    training = _training(curves.tail(WINDOW))
+    found = [*_run(run), *_stuck(opened), *_raised(raised), *_delivery(linked, dropped), *training]
     return sorted(found, key=lambda alert: alert.level != "bad")
 
 
@@ -48,6 +49,15 @@ def _stuck(opened: Frame) -> list[Alert]:
             compare = f"; usually {duration(usual)}" if usual is not None else ""
             found.append(Alert("bad", f"{what}{at}{where} has been open for {duration(span.age_s)}{compare}."))
     return found[:5]
+
+
+def _raised(raised: Frame) -> list[Alert]:
+    """What the run itself found wrong."""
+    found = []
+    for alert in raised.itertuples():
+        at = "" if missing(alert.step) else f"Step {int(alert.step)}: "  # none for the sync before the first
+        found.append(Alert("bad" if alert.severity == "critical" else "warn", f"{at}{alert.message}."))
+    return found
 
 
 def _delivery(linked: float | None, dropped: int) -> list[Alert]:

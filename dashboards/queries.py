@@ -123,6 +123,16 @@ def health(read: Read, run_id: str) -> Frame:
     )
 
 
+def raised_alerts(read: Read, run_id: str) -> Frame:
+    """The latest alerts of the run's own that no rule over curves repeats, one of each rule; newest first."""
+    return read(
+        """SELECT step, severity, message FROM alerts
+           WHERE run_id = $run AND rule NOT IN ('mismatch', 'no_signal')
+           QUALIFY row_number() OVER (PARTITION BY rule ORDER BY time_ns DESC) = 1 ORDER BY time_ns DESC LIMIT 5""",
+        {"run": run_id},
+    )
+
+
 def open_spans(read: Read, run_id: str) -> Frame:
     """Spans that began and have not ended, oldest first, beside the median seconds of finished ones of that name.
 
@@ -198,7 +208,7 @@ def components(read: Read, run_id: str) -> Frame:
         f"""WITH r AS (SELECT s.step, c.component, c.value FROM rewards c
                        JOIN rollout_samples s USING (run_id, attempt, rollout_id)
                        LEFT JOIN lineage l USING (run_id, attempt)
-                       WHERE c.run_id = $run AND s.split IS DISTINCT FROM 'eval' AND {COUNTS}),
+                       WHERE c.run_id = $run AND coalesce(s.split, 'train') = 'train' AND {COUNTS}),
                  w AS (SELECT greatest(1, ceil((max(step) - min(step) + 1) / {MAX_POINTS}))::BIGINT AS width FROM r)
             SELECT component, max(step) AS step, avg(value) AS value
             FROM r, w GROUP BY component, step // width ORDER BY component, step""",

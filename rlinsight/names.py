@@ -94,11 +94,13 @@ RECORD = _span("rl.record", "write the step's metrics to the trace")
 # Spans: inside workers -----------------------------------------------------------------------------------------------
 WORKER_CALL = _span("rl.worker.call", "one remote call as the worker saw it; a child of the controller's phase")
 LOAD_MODEL = _span("rl.load_model", "read weights and tokenizer into a worker")
+START_SERVER = _span("rl.start_server", "start a rollout engine's server and wait until it serves")
 PREFILL = _span("rl.prefill", "rollout engine: prompt forward passes")
 DECODE = _span("rl.decode", "rollout engine: token by token sampling")
 MICRO_BATCH = _span("rl.micro_batch", "forward and backward of one micro-batch")
 OPTIMIZER = _span("rl.optimizer", "gradient clipping and the optimizer step")
 WEIGHT_SYNC = _span("rl.weight_sync", "one engine receives one weight version")
+HANDOVER = _span("rl.handover", "device memory changes hands between rollout engine and training")
 
 # Spans: one trace per rollout, linked to the step that dispatched it -------------------------------------------------
 ROLLOUT = _span("rl.rollout", "one sampled trajectory; root of the rollout's trace")
@@ -121,6 +123,8 @@ STEP_METRIC = _event("rlinsight.step.metric", "one scalar of one step, with its 
 ENGINE_SAMPLE = _event("rlinsight.engine.sample", "what a rollout engine was doing at one moment")
 EVAL = _event("rlinsight.eval", "one metric of one validation")
 ALERT = _event("rlinsight.alert", "something looks wrong: which rule, and the query that shows it")
+MODEL_CHECK = _event("rlinsight.model_check", "how training or one rollout engine took a model that was checked")
+MODEL_CHECK_LATENCY = _event("rlinsight.model_check.latency", "how fast a checked engine answers so many callers")
 SCRAPE_FAILED = _event("rlinsight.scrape.failed", "a metrics endpoint does not answer as it should, and why; on change")
 SCRAPE_RECOVERED = _event("rlinsight.scrape.recovered", "a metrics endpoint answers again")
 PRODUCER_HEALTH = _event("rlinsight.producer.health", "what a producer emitted, sent and dropped, cumulative")
@@ -139,7 +143,9 @@ TURN_INDEX = _attr("rlinsight.turn.index", "turn of the rollout, from 0")
 REQUEST_ID = _attr("rlinsight.request.id", "engine request")
 DATA_SOURCE = _attr("rlinsight.data_source", "dataset or task the prompt came from")
 SPLIT = _attr(
-    "rlinsight.split", "what a rollout is for: train, or eval when no update may learn from it; absent is train"
+    "rlinsight.split",
+    "what a rollout is for: train; eval, of a validation; baseline, whose reward others of its prompt are compared "
+    "with; no update may learn from the last two. Absent is train",
 )
 ENV = _attr("rlinsight.env", "environment the rollout acted in")
 ERROR_TYPE = _attr("error.type", "class of what went wrong; absent when nothing did")
@@ -175,6 +181,8 @@ SYNC_IN_FLIGHT = _attr("rlinsight.sync.in_flight", "requests in flight when the 
 SYNC_ABORTED = _attr("rlinsight.sync.aborted", "requests the sync aborted", "{request}")
 CHECKSUM_TRAINED = _attr("rlinsight.sync.checksum.trained", "checksum of the weights that were published")
 CHECKSUM_SERVED = _attr("rlinsight.sync.checksum.served", "checksum of the weights the engine serves after the sync")
+HANDOVER_TO = _attr("rlinsight.handover.to", "who has the device's memory then: generating or training")
+HANDOVER_BYTES = _attr("rlinsight.handover.bytes", "bytes freed, taken or moved for it; 0 where none must be", "By")
 ENGINE = _attr("rlinsight.engine", "rollout engine, e.g. native")
 REPLICA = _attr("rlinsight.replica", "engine replica, e.g. policy/0")
 URL = _attr("url.full", "address scraped, without its query")
@@ -275,6 +283,55 @@ ALERT_SEVERITY = _attr("rlinsight.alert.severity", "info, warning or critical")
 ALERT_MESSAGE = _attr("rlinsight.alert.message", "what was seen, in one line")
 ALERT_EVIDENCE = _attr("rlinsight.alert.evidence_sql", "the query that shows it")
 
+# Attributes: checks of a model ---------------------------------------------------------------------------------------
+CHECK_ID = _attr("rlinsight.check.id", "one call of rlinsight check-model")
+CHECK_PART = _attr("rlinsight.check.part", "what took the model: training, or a rollout engine")
+CHECK_STATUS = _attr("rlinsight.check.status", "ok, mismatch, refused, failed or not installed")
+CHECK_ARCHITECTURE = _attr("rlinsight.check.architecture", "class of the model in transformers")
+CHECK_PARAMETERS = _attr("rlinsight.check.num_parameters", "its weights")
+CHECK_DTYPE = _attr("rlinsight.check.dtype", "precision it computed in")
+CHECK_LOAD_S = _attr(
+    "rlinsight.check.load", "training: time to read the weights; an engine: to start over them and take them", "s"
+)
+CHECK_PROMPTS = _attr("rlinsight.check.num_prompts", "prompts answered", "{prompt}")
+CHECK_TOKENS = _attr("rlinsight.check.num_tokens", "tokens whose log-probs were compared", "{token}")
+CHECK_PARITY = _attr("rlinsight.check.parity", "share of prompts whose greedy tokens are all those of transformers")
+CHECK_DIVERGENT_PROMPT = _attr(
+    "rlinsight.check.divergence.prompt", "prompt whose first other token rounding explains least, from 0"
+)
+CHECK_DIVERGENT_POSITION = _attr("rlinsight.check.divergence.position", "that token's place in the response, from 0")
+CHECK_EXPECTED_PIECE = _attr("rlinsight.check.divergence.expected_piece", "what transformers wrote there, as text")
+CHECK_FOUND_PIECE = _attr("rlinsight.check.divergence.found_piece", "what the engine wrote there, as text")
+CHECK_EXPECTED_LOG_PROB = _attr(
+    "rlinsight.check.divergence.expected_log_prob", "log-prob of transformers' token, under transformers", "nat"
+)
+CHECK_FOUND_LOG_PROB = _attr(
+    "rlinsight.check.divergence.found_log_prob", "log-prob of the engine's token, under the engine", "nat"
+)
+CHECK_LEAD = _attr(
+    "rlinsight.check.divergence.expected_lead",
+    "by how much transformers preferred its token to the second likeliest; near 0, rounding decides",
+    "nat",
+)
+CHECK_MAX_GAP = _attr(
+    "rlinsight.check.max_log_prob_gap",
+    "largest |log-prob difference|; training: from transformers, an engine: from training; infinite: one is not finite",
+    "nat",
+)
+CHECK_MEAN_GAP = _attr("rlinsight.check.mean_log_prob_gap", "its mean over the tokens", "nat")
+CHECK_TOKENS_PER_S = _attr("rlinsight.check.tokens_per_s", "tokens sampled a second", "{token}/s")
+CHECK_CONCURRENCY = _attr("rlinsight.check.concurrency", "callers, each with one request at a time")
+CHECK_REQUESTS = _attr("rlinsight.check.num_requests", "requests answered", "{request}")
+CHECK_LATENCY = {
+    f"{what}_p{p}_s": _attr(f"rlinsight.check.{what}.p{p}", f"percentile {p} of {doc}", "s")
+    for what, doc in (
+        ("ttft", "the time from a request to its first token"),
+        ("tpot", "a request's mean time for each further token"),
+        ("inter_token", "the time between two tokens of a request"),
+    )
+    for p in (50, 90, 99)
+}
+
 # Attributes: producer health -----------------------------------------------------------------------------------------
 PRODUCER = _attr("rlinsight.producer", "producer id: one per process start")
 EMITTED = _attr("rlinsight.producer.emitted", "items handed to the exporter")
@@ -322,6 +379,7 @@ M_ENTROPY_LOSS = _metric("loss/entropy", "mean", "entropy as the loss weighs tok
 M_KL_COEF = _metric("kl/coef", "last", "weight of the KL to the reference; an adaptive controller moves it")
 M_KL_REWARD = _metric("kl/reward", "mean", "KL taken off the reward, per rollout, before its weight", "nat")
 M_GROUPS_DROPPED = _metric("sampling/groups_dropped", "sum", "groups that were sampled and not learned from")
+M_FAILED_ROLLOUTS = _metric("sampling/failed_rollouts", "sum", "rollouts whose request failed for good")
 M_SAMPLING_ROUNDS = _metric("sampling/rounds", "sum", "times the step sampled to get enough groups")
 M_CORRECTION = {
     name: _metric(f"correction/{name}", "mean", doc, unit)

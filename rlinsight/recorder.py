@@ -14,7 +14,7 @@ from opentelemetry.attributes import BoundedAttributes
 from opentelemetry.context import Context
 from opentelemetry.sdk._logs import ReadableLogRecord, ReadWriteLogRecord
 from opentelemetry.sdk.trace import ReadableSpan, Span
-from opentelemetry.trace import Link, SpanContext, get_current_span
+from opentelemetry.trace import Link, SpanContext, Status, StatusCode, get_current_span
 
 from rlinsight import names
 from rlinsight.exporter import Exporter
@@ -60,12 +60,15 @@ class Recorder:
         attributes: Attributes,
         links: Sequence[Link],
         step: int | None,
+        error: BaseException | None,
     ) -> None:
         """Queue a span known after the fact. The SDK's tracer takes no ids that were reserved earlier."""
+        status = Status(StatusCode.UNSET) if error is None else Status(StatusCode.ERROR, self.encoder.describe(error))
         span = ReadableSpan(
             name, context, parent, self.encoder.resource,
             attributes=self.mark(self.encoder.plain(attributes), step),
             links=links,
+            status=status,
             start_time=start_ns,
             end_time=end_ns,
             instrumentation_scope=SCOPE,

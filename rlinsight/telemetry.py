@@ -63,8 +63,8 @@ def setup(
     role: str,
     *,
     spool_dir: Path,
-    run_id: str,
-    attempt: int,
+    run_id: str | None,
+    attempt: int | None,
     endpoint: str | None,
     token: str | None = None,
     locate: Locate | None = None,
@@ -81,6 +81,7 @@ def setup(
 ) -> None:
     """Start recording; a second call ends the first recording. Never raises.
 
+    ``run_id`` and ``attempt`` are None for work that belongs to no run.
     ``endpoint`` is the collector's base URL (http://127.0.0.1:PORT); None only spools; ``token`` is what it
     asks for beyond loopback; ``locate`` tells where it is when it stops answering. An unusable ``spool_dir`` is a
     warning, and everything emitted is counted as dropped. Metrics of every library are collected each
@@ -94,8 +95,8 @@ def setup(
         names.SERVICE_NAME: f"rlinsight.{role}",
         names.SERVICE_INSTANCE_ID: producer,
         names.SYSTEM: "rlinsight",
-        names.RUN_ID: run_id,
-        names.ATTEMPT: attempt,
+        **({} if run_id is None else {names.RUN_ID: run_id}),
+        **({} if attempt is None else {names.ATTEMPT: attempt}),
         names.WORKER_GROUP: role,
         names.RANK: rank,
         names.WORLD_SIZE: world_size,
@@ -120,7 +121,7 @@ def setup(
         segments = None
     exporter = Exporter(producer, encoder, segments, endpoint, token, locate)
     if system:
-        system_metrics.observe(sources.meters[0], run_id)
+        system_metrics.observe(sources.meters[0], run_id or producer)
     meters = Meters(sources.meters, exporter, metrics_interval_s)
     _recorder = Recorder(encoder, exporter, meters, sources, lane or f"{role}/{rank}")
 
@@ -183,10 +184,12 @@ def record_span(
     carrier: Carrier | None = None,
     links: Sequence[Carrier] = (),
     identity: Carrier | None = None,
+    error: BaseException | None = None,
 ) -> dict[str, str]:
     """Emit a span whose times (unix ns) are known after the fact; returns its carrier, empty when not recording.
 
     ``identity`` (of ``new_carrier``) gives the span exactly that trace and span id; without ``carrier`` it is a root.
+    ``error`` marks it as failed.
     """
     recorder = _recorder
     if recorder is None:
@@ -197,7 +200,7 @@ def record_span(
         parent = None if root or (identity and not carrier) else _span_context(_context(carrier))
         context = _span_context(_context(identity)) if identity else None
         context = context or providers.new_context(parent)
-        recorder.span(name, context, parent, start_ns, end_ns, attributes or {}, _links(links), _step)
+        recorder.span(name, context, parent, start_ns, end_ns, attributes or {}, _links(links), _step, error)
     except Exception:
         recorder.exporter.fault(name)
     recorder.exporter.spent(time.perf_counter_ns() - began)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from core_trainer import attention, checkpoint, lora, models, value_model
 from core_trainer.algorithms import kl, policy_losses, registry
@@ -25,7 +25,8 @@ from core_trainer.job import Job
 from core_trainer.metrics import TokenStats, token_stats
 from core_trainer.optimizer import MasterOptimizer, OptimizerStats, step_together
 from core_trainer.rollout.build import build_engine
-from core_trainer.rollout.sample import Group, sample_rollouts
+from core_trainer.rollout.hybrid import HybridEngine, Published
+from core_trainer.rollout.sample import Group, Sampler
 from core_trainer.types import Rollout, SamplingParams
 from core_trainer.value_model import ValueHead, ValueStats
 from core_trainer.workers.base import Place, Worker, meet, use_threads
@@ -47,12 +48,13 @@ class PolicyWorker(Worker):
         "save_value_head": "overhead",
     }
 
+    hybrid: HybridEngine  # with the rollout engine, once started
+
     def __init__(self, place: Place, job: Job, config: Config, resource: dict[str, str]) -> None:
         super().__init__(place, job, config.telemetry, resource)
         self.config = config
         self.temperature = config.rollout.temperature
         self.micro_batch_tokens = config.trainer.micro_batch_tokens
-        self.model_name = config.model.source
         critic = config.algorithm.model_critic
         self.first_step = 1 if critic is None else critic.warmup_steps + 1  # that trains the policy
         self.policy_version = 0
@@ -85,7 +87,13 @@ class PolicyWorker(Worker):
         if config.validation is not None:
             longest = max(longest, config.validation.max_new_tokens or 0)
         rollout = config.rollout.model_copy(update={"max_new_tokens": longest})
-        self.engine = build_engine(rollout, config.data, self.model, self.tokenizer, model_dir, merge, self.place.lane)
+        engine = build_engine(rollout, config.data, self.model, self.tokenizer, model_dir, merge, self.place.lane)
+        optimizers = [self.optimizer] if self.head is None else [self.optimizer, self.head_optimizer]
+        self.hybrid = HybridEngine(engine, self.model, optimizers)
+        piece = lru_cache(maxsize=None)(lambda token: models.decode(self.tokenizer, [token], special=True))
+        words = self.model.get_input_embeddings()
+        assert isinstance(words, nn.Embedding), "a causal model looks its words up"
+        self.sampler = Sampler(engine, rollout, config.model.source, words.num_embeddings, piece)
 
     def _load_value_head(self, section: SharedCritic, resume: Path | None) -> None:
         """A head on the policy's hidden states. It has an optimizer of its own, so that its gradient's size does not
@@ -101,19 +109,22 @@ class PolicyWorker(Worker):
 
     def sample(self, groups: Sequence[Group], params: SamplingParams) -> list[Rollout]:
         """Sample every rollout of the groups."""
-        piece = lru_cache(maxsize=None)(lambda token: models.decode(self.tokenizer, [token], special=True))
-        return asyncio.run(sample_rollouts(self.engine, groups, params, piece, self.model_name))
+        with self.hybrid.generating():
+            return asyncio.run(self.sampler.sample(groups, params))
 
     def log_probs(self, samples: Sequence[TrainSample]) -> dict[str, list[np.ndarray]]:
         """Under the current weights, arrays [T] of each sample's tokens by the name of TrainSample's field: their
         log-probs, the values of a head on this model, and the sum of squared probabilities where an advantage asks.
         """
         budget = self.micro_batch_tokens
-        if self.head is not None:
-            found = value_model.sample_log_probs_and_values(self.model, self.head, samples, self.temperature, budget)
-            return {"old_log_probs": found[0], "values": found[1]}
         wanted = self.wants_sum_pi_squared
-        scored = sample_scores(self.model, samples, self.temperature, budget, sum_pi_squared=wanted)
+        with self.hybrid.training():
+            if self.head is not None:
+                found = value_model.sample_log_probs_and_values(
+                    self.model, self.head, samples, self.temperature, budget
+                )
+                return {"old_log_probs": found[0], "values": found[1]}
+            scored = sample_scores(self.model, samples, self.temperature, budget, sum_pi_squared=wanted)
         arrays = {"old_log_probs": scored["log_probs"]}
         return arrays | {"sum_pi_squared": scored["sum_pi_squared"]} if wanted else arrays
 
@@ -121,7 +132,7 @@ class PolicyWorker(Worker):
         """Log-probs [T] under the model without its adapters, which is the reference of a policy that trains only
         those.
         """
-        with lora.disabled(self.model):
+        with self.hybrid.training(), lora.disabled(self.model):
             return {"ref_log_probs": sample_log_probs(self.model, samples, self.temperature, self.micro_batch_tokens)}
 
     def forward_backward(
@@ -131,12 +142,13 @@ class PolicyWorker(Worker):
         through.
         """
         stats, values = TokenStats(), ValueStats()
-        for part in micro_batches(samples, self.micro_batch_tokens):
-            batch = pack(part, self.model.device)
-            size = batch.input_ids.numel()
-            with telemetry.span(names.MICRO_BATCH, {names.NUM_TOKENS: size, names.BUCKET: "productive"}):
-                found = self._micro_batch(batch, kl_coef, record)
-            stats, values = stats.merge(found[0]), values.merge(found[1])
+        with self.hybrid.training():
+            for part in micro_batches(samples, self.micro_batch_tokens):
+                batch = pack(part, self.model.device)
+                size = batch.input_ids.numel()
+                with telemetry.span(names.MICRO_BATCH, {names.NUM_TOKENS: size, names.BUCKET: "productive"}):
+                    found = self._micro_batch(batch, kl_coef, record)
+                stats, values = stats.merge(found[0]), values.merge(found[1])
         return stats, values
 
     def _micro_batch(self, batch: PackedBatch, kl_coef: float, record: bool) -> tuple[TokenStats, ValueStats]:
@@ -206,7 +218,7 @@ class PolicyWorker(Worker):
 
     def optim_step(self, step: int) -> OptimizerStats:
         """Sum gradients over ranks, clip, update. The rollout engine keeps the old weights until ``sync_weights``."""
-        with telemetry.span(names.OPTIMIZER, {names.BUCKET: "productive"}):
+        with self.hybrid.training(), telemetry.span(names.OPTIMIZER, {names.BUCKET: "productive"}):
             optimizers = [self.optimizer] if self.head is None else [self.optimizer, self.head_optimizer]
             stats, *head = step_together(optimizers, step, self.first_step)
             if head:
@@ -214,20 +226,13 @@ class PolicyWorker(Worker):
         self.policy_version += 1
         return stats
 
-    def sync_weights(self) -> None:
-        """Publish the current weights to the rollout engine, unless it has them."""
+    def sync_weights(self) -> list[Published]:
+        """Publish the current weights to the rollout engine: a ledger entry a replica, none if it has them."""
         if self.policy_version == self.synced:
-            return
-        attributes = {
-            names.POLICY_VERSION: self.policy_version,
-            names.ENGINE: self.engine.name,
-            names.REPLICA: self.place.lane,
-            names.BUCKET: "overhead",
-        }
-        with telemetry.span(names.WEIGHT_SYNC, attributes) as span:
-            (synced,) = self.engine.sync_weights(self.policy_version)
-            span.set({names.BYTES: synced.moved, names.REFRESHED_BYTES: synced.refreshed})
+            return []
+        ledger = self.hybrid.publish(self.policy_version)
         self.synced = self.policy_version
+        return ledger
 
     def version(self) -> int:
         """Optimizer steps applied to the weights."""
@@ -242,3 +247,9 @@ class PolicyWorker(Worker):
         assert self.head is not None, "the critic is a model of its own"
         value_model.save_head(directory, self.head_optimizer.named_master(self.head))
         checkpoint.save_optimizer(directory, self.head_optimizer, self.head_optimizer.num_updates)
+
+    def close(self) -> bool:
+        """Release the engine's processes and deliver what is recorded."""
+        if hasattr(self, "hybrid"):
+            self.hybrid.close()
+        return super().close()

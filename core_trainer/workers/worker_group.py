@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 import ray
-from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayError, RayTaskError
 
 from core_trainer.batch import balanced_groups
 from core_trainer.batching import TrainSample
@@ -31,6 +31,7 @@ class WorkerGroup:
     def __init__(self, worker: type[Worker], role: str, world_size: int, *args: Any, num_gpus: float = 0) -> None:
         self.role = role
         self.world_size = world_size
+        self._hung: WorkerError | None = None  # a worker that hangs answers nothing any more
         # Workers of all roles take turns on the same cores (colocated), so none of them reserves any.
         actor = ray.remote(worker).options(num_cpus=0, num_gpus=num_gpus, max_concurrency=1)  # type: ignore[attr-defined]
         self._actors = [actor.remote(Place(role, rank, world_size), *args) for rank in range(world_size)]
@@ -39,9 +40,14 @@ class WorkerGroup:
         """Same arguments to every rank; results in rank order."""
         return self._dispatch(method, [args] * self.world_size, step)
 
-    def scatter(self, method: str, parts: Sequence[Any], *args: Any, step: int | None = None) -> list[Any]:
-        """``parts[rank]`` as the first argument of each rank; results in rank order."""
-        return self._dispatch(method, [(part, *args) for part in parts], step)
+    def scatter(
+        self, method: str, parts: Sequence[Any], *args: Any, step: int | None = None, timeout_s: float | None = None
+    ) -> list[Any]:
+        """``parts[rank]`` as the first argument of each rank; results in rank order.
+
+        Raises WorkerError, as does every later call, when a rank has not answered after ``timeout_s``: it hangs.
+        """
+        return self._dispatch(method, [(part, *args) for part in parts], step, timeout_s)
 
     def call_rank(self, rank: int, method: str, *args: Any, step: int | None = None) -> Any:
         """One rank alone."""
@@ -65,14 +71,24 @@ class WorkerGroup:
         for actor in self._actors:
             ray.kill(actor)  # type: ignore[arg-type]  # an actor handle, by another name
 
-    def _dispatch(self, method: str, args: Sequence[tuple[Any, ...]], step: int | None) -> list[Any]:
+    def _dispatch(
+        self, method: str, args: Sequence[tuple[Any, ...]], step: int | None, timeout_s: float | None = None
+    ) -> list[Any]:
         carrier = telemetry.inject()
         calls = zip(self._actors, args, strict=True)
-        return self._collect([actor.execute.remote(method, carrier, step, each) for actor, each in calls])
+        return self._collect([actor.execute.remote(method, carrier, step, each) for actor, each in calls], timeout_s)
 
-    def _collect(self, references: list[Any]) -> list[Any]:
+    def _collect(self, references: list[Any], timeout_s: float | None = None) -> list[Any]:
+        if self._hung is not None:
+            raise self._hung
         try:
-            return ray.get(references)
+            return ray.get(references, timeout=timeout_s)
+        except GetTimeoutError:
+            self._hung = WorkerError(
+                f"a {self.role} worker has not answered for {timeout_s:g} s: it hangs; go on from the last checkpoint "
+                "with --resume"
+            )
+            raise self._hung from None
         except RayTaskError as error:
             cause = error.cause
             if isinstance(cause, RlinsightError):

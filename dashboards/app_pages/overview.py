@@ -19,7 +19,8 @@ def body(view: View) -> None:
     opened = queries.open_spans(view.read_live, view.run_id)
     if not curves.empty:
         _readings(view, curves)
-    _alerts(alerts.find(view.run, curves, opened, view.linked, view.dropped))
+    raised = queries.raised_alerts(view.read, view.run_id)
+    _alerts(alerts.find(view.run, curves, opened, raised, view.linked, view.dropped))
     if curves.empty:
         empty.no_steps(str(view.run["status"]))
     else:

@@ -15,7 +15,7 @@ from dashboards.rollout_queries import RolloutFilter
 from dashboards.text import DASH, missing, number, percent, snippet
 
 PAGE = 50
-SPLITS = {"train": "training", "eval": "evaluation"}
+SPLITS = {"train": "training", "eval": "evaluation", "baseline": "greedy baseline"}
 MARKERS = re.compile(r"<\|[^|>]*\|>(system|user|assistant)?")
 COLUMNS = {
     "step": st.column_config.NumberColumn("step", width=60),
@@ -67,8 +67,9 @@ def _filters(choices: Row) -> tuple[RolloutFilter, str]:
         sources = [] if choices["sources"] is None else list(choices["sources"])
         source = st.multiselect("Source", sources, key="source", width=150, placeholder="any", **bound)
         split = "train"
-        if "eval" in choices["splits"]:
-            split = st.selectbox("For", list(SPLITS), format_func=SPLITS.__getitem__, key="for", width=115, **bound)
+        splits = [name for name in SPLITS if name in choices["splits"]]
+        if len(splits) > 1:
+            split = st.selectbox("For", splits, format_func=SPLITS.__getitem__, key="for", width=115, **bound)
         sort = st.selectbox("Sort", list(rollout_queries.SORTS), key="sort", width=160, **bound)
     first, last = (None if step is None else int(step) for step in (first, last))
     chosen = RolloutFilter(first, last, low, high, tuple(finish), tuple(signal), tuple(source), str(split), text or "")

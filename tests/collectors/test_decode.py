@@ -31,7 +31,7 @@ RICH = Run(
     replicas=2,
     serving=True,
     ppo=True,
-    faults=("stale_engine", "sync_failed", "rollout_error", "tool_error", "dropped_group"),
+    faults=("stale_engine", "sync_failed", "rollout_error", "request_error", "tool_error", "dropped_group"),
 )
 
 

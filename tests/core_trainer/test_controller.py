@@ -19,6 +19,7 @@ from core_trainer.job import Job, RunSummary, StepReport
 from core_trainer.metrics import TokenStats
 from core_trainer.optimizer import OptimizerStats
 from core_trainer.rewards import Component, RewardResult
+from core_trainer.rollout.hybrid import Published
 from core_trainer.rollout.sample import Group
 from core_trainer.types import Prompt, Rollout, SamplingParams, Turn
 from core_trainer.value_model import ValueStats
@@ -39,7 +40,7 @@ class Workers:
     def call(self, method: str, *args: Any, step: int | None = None) -> list[Any]:
         return self.scatter(method, [], *args) if method == "score" else self.scatter(method, [None], *args)
 
-    def scatter(self, method: str, parts: Sequence[Any], *args: Any, step: int | None = None) -> list[Any]:
+    def scatter(self, method: str, parts: Sequence[Any], *args: Any, **_: Any) -> list[Any]:
         self.calls.append(f"{self.role}.{method}")
         if method == "score":
             return [self.score(*args)]  # type: ignore[attr-defined]
@@ -71,6 +72,7 @@ class Policy(Workers):
         self.trained: list[TrainSample] = []
         self.coefs: list[float] = []
         self.sampled: list[tuple[SamplingParams, Group]] = []
+        self.ledger: list[Published] = []
 
     def sample(self, groups: Sequence[Group], params: SamplingParams) -> list[Rollout]:
         self.sampled += [(params, group) for group in groups]
@@ -92,8 +94,8 @@ class Policy(Workers):
         tokens = sum(int(sample.loss_mask.sum()) for sample in samples)
         return TokenStats(num_tokens=tokens, ref_kl=self.ref_kl * tokens), ValueStats()
 
-    def sync_weights(self) -> None:
-        """Nothing samples from weights."""
+    def sync_weights(self) -> list[Published]:
+        return self.ledger
 
 
 class Reference(Workers):
@@ -184,6 +186,7 @@ class Bench:
             fingerprint={},
             state=None,
             policy_version=0,
+            ledger=[],
         )
         self.job = Job(run_id="r", attempt=1, run_dir=path, spool_dir=path / "spool", collector=None)
         self.watcher = Watcher(stop_at)
@@ -348,7 +351,7 @@ def test_remax_samples_one_greedy_rollout_of_each_prompt(tmp_path: Path, recorde
     bench.train()
     greedy = [(params, group) for params, group in bench.policy.sampled if params.temperature == 0]
     assert [(group.prompt.prompt_id, group.size, group.split) for _, group in greedy] == [
-        (f"p/{i}", 1, "eval") for i in range(4)
+        (f"p/{i}", 1, "baseline") for i in range(4)
     ]
     assert len(bench.policy.trained) == 8
     assert [float(s.advantages[0]) for s in bench.policy.trained] == [-0.25, 0.75] * 4  # type: ignore[index]

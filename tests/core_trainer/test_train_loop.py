@@ -34,7 +34,7 @@ class Group:
         torch.set_num_threads(1)
         return [getattr(self.worker, method)(*args)]
 
-    def scatter(self, method: str, parts: Sequence[Any], *args: Any, step: int | None = None) -> list[Any]:
+    def scatter(self, method: str, parts: Sequence[Any], *args: Any, **_: Any) -> list[Any]:
         return self.call(method, parts[0], *args)
 
     def call_rank(self, rank: int, method: str, *args: Any) -> Any:
@@ -151,6 +151,24 @@ def test_a_stop_and_a_resume_equal_one_go(tmp_path: Path, tiny_model: Path, name
     assert ("critic/value_head.safetensors" in stored) == (name in ("ppo", "shared critic"))
     assert ("adapter_model.safetensors" in stored) == (name == "adapters")
     assert ("reference" in Group.started) == (name in ("ppo", "shared critic", "remax"))
+
+
+@pytest.mark.parametrize("name", ["ppo", "dapo with correction"])
+def test_the_same_seed_and_config_give_two_equal_runs(tmp_path: Path, tiny_model: Path, name: str) -> None:
+    """Bit for bit: every metric of every step, every tensor of the last checkpoint; another seed gives another run."""
+    runs: list[tuple[list[dict[str, float | None]], dict[str, torch.Tensor]]] = []
+    for part, seed in (("one", 3), ("two", 3), ("other", 4)):
+        (tmp_path / part).mkdir()
+        watcher = Watcher()
+        done = train(tmp_path / part, tiny_model, watcher, run={"seed": seed}, **RUNS[name])
+        assert done.checkpoint is not None
+        runs.append((watcher.steps, load_file(done.checkpoint / "model.safetensors")))
+    (steps, weights), (steps_two, weights_two), (_, weights_other) = runs
+    assert steps == steps_two
+    assert (steps[-1][names.M_GRAD_NORM] or 0) > 1e-3
+    assert weights.keys() == weights_two.keys()
+    assert all(torch.equal(weights[key], weights_two[key]) for key in weights)
+    assert not all(torch.equal(weights[key], weights_other[key]) for key in weights)
 
 
 def test_a_checkpoint_of_another_algorithm_is_refused(tmp_path: Path, tiny_model: Path) -> None:

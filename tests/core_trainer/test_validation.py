@@ -267,7 +267,7 @@ class Here:
     def split(self, items: list[Any]) -> list[list[Any]]:
         return [items]
 
-    def scatter(self, method: str, parts: list[Any], *args: Any, step: int | None = None) -> list[Any]:
+    def scatter(self, method: str, parts: list[Any], *args: Any, **_: Any) -> list[Any]:
         return [getattr(self.worker, method)(parts[0], *args)]
 
     def call(self, method: str, *args: Any, step: int | None = None) -> list[Any]:

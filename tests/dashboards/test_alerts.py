@@ -7,6 +7,7 @@ from dashboards import alerts
 
 RUNNING = pd.Series({"status": "running", "reason": None})
 NOTHING = pd.DataFrame(columns=["name", "method", "lane", "step", "age_s", "usual_s"])
+SILENT = pd.DataFrame(columns=["step", "severity", "message"])
 
 
 def curves(**columns: float) -> pd.DataFrame:
@@ -14,7 +15,8 @@ def curves(**columns: float) -> pd.DataFrame:
 
 
 def texts(run=RUNNING, frame=None, opened=NOTHING, linked=1.0, dropped=0) -> list[str]:
-    return [alert.text for alert in alerts.find(run, curves() if frame is None else frame, opened, linked, dropped)]
+    frame = curves() if frame is None else frame
+    return [alert.text for alert in alerts.find(run, frame, opened, SILENT, linked, dropped)]
 
 
 def test_a_healthy_run_has_no_alert() -> None:
@@ -80,10 +82,23 @@ def test_a_late_call_is_named_with_its_method() -> None:
 
 def test_losses_and_holes_are_alerts() -> None:
     """Dropped items and unlinked rows are told, the dropped ones first."""
-    found = alerts.find(RUNNING, curves(), NOTHING, 0.95, 12)
+    found = alerts.find(RUNNING, curves(), NOTHING, SILENT, 0.95, 12)
     assert [(alert.level, alert.text[:2]) for alert in found] == [("bad", "12"), ("warn", "On")]
 
 
 def test_a_failed_run_says_why() -> None:
     """The reason the run gave is in the alert."""
     assert "KeyError" in texts(run=pd.Series({"status": "failed", "reason": "raised KeyError"}))[0]
+
+
+def test_what_the_run_said_itself_is_told() -> None:
+    """Critical ones first, each with its step."""
+    raised = pd.DataFrame(
+        [(3, "warning", "2 of 8 rollouts failed"), (2, "critical", "replica a is stale")],
+        columns=["step", "severity", "message"],
+    )
+    found = alerts.find(RUNNING, curves(), NOTHING, raised, 1.0, 0)
+    assert [(alert.level, alert.text) for alert in found] == [
+        ("bad", "Step 2: replica a is stale."),
+        ("warn", "Step 3: 2 of 8 rollouts failed."),
+    ]

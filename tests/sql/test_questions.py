@@ -25,7 +25,7 @@ PLANTED = {
     "broken": ("garbled", "repetitive", "rollout_error", "always_off"),
     "stale": ("stale_engine", "lagged", "lost_content", "mixed_versions"),
     "cached": ("cache_mismatch", "missing_sync"),
-    "other": ("diverging",),
+    "other": ("diverging", "request_error"),
 }
 
 
@@ -86,6 +86,7 @@ EXPECTED = [
     (19, "bought", "kind type place n example", [("dropped_group", "no rollout finished", "sums", 1, "bought/7/3")]),
     (19, "broken", "kind type place n example", [("rollout", "EnvironmentTimeout", "sums", 1, "broken/7/0/1")]),
     (19, "held", "kind type place n first_step", [("sync", "ConnectionError", "policy/0", 1, 7)]),
+    (19, "other", "kind type place n example", [("request", "RequestTimeout", "policy/1", 1, "first-other/7/0/1")]),
     (20, "slow", "rollout_id pos", [("slow/7/0/0", 3), ("slow/7/0/0", 4)]),
     (21, "resumed", "attempt checkpoint name", [(2, 6, "optim/grad_norm")]),
     (25, "bought", "step metric best_step", [(step, name, 2) for step in (6, 8, 10) for name in ("mean@4", "pass@4")]),

@@ -52,6 +52,7 @@ FAULTS = {
     "stale_rollouts": "samples 0 and 1 of group 3 are of weights four updates old",
     "entropy_collapse": "entropy vanishes in the last three tenths of every response",
     "rollout_error": "sample 1 of group 0 ends with an error of its environment",
+    "request_error": "the first request of sample 1 of group 0 timed out, and was made again",
     "tool_error": "the tool call of the step times out",
     "dropped_group": "group 3 is dropped",
     "slow_after_sync": "replica 1 decodes at a quarter of its speed",

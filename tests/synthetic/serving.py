@@ -50,6 +50,12 @@ def emit_request(
         names.CORRUPTED: False,
     }
     policy.span(names.ENGINE_REQUEST, start, end, attributes, rollout["trace"], turn_span, rng)
+    if run.has("request_error", step) and rollout["place"] == (0, 1):
+        asked = {name: attributes[name] for name in (*identity, names.TURN_INDEX, names.ENGINE, names.REPLICA)}
+        asked |= {names.REQUEST_ID: f"first-{rollout['rollout_id']}", names.FINISH_REASONS: ["error"]}
+        asked |= {names.ERROR_TYPE: "RequestTimeout", names.BUCKET: "wasted"}
+        middle = (start + end) // 2
+        policy.span(names.ENGINE_REQUEST, start, middle, asked, rollout["trace"], turn_span, rng, failed=True)
 
 
 def emit_tool(run: Run, rollout: dict[str, Any], identity: dict[str, Any], policy: Process, rng: random.Random) -> None:

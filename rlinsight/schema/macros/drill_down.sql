@@ -4,7 +4,7 @@
 CREATE OR REPLACE MACRO drill_down(run, of_step) AS TABLE
 WITH samples AS (
   SELECT s.* FROM rollout_samples s LEFT JOIN lineage l ON l.run_id = s.run_id AND l.attempt = s.attempt
-  WHERE s.run_id = run AND s.step = of_step AND s.split IS DISTINCT FROM 'eval' AND (l.valid_through_step IS NULL OR s.step <= l.valid_through_step)
+  WHERE s.run_id = run AND s.step = of_step AND coalesce(s.split, 'train') = 'train' AND (l.valid_through_step IS NULL OR s.step <= l.valid_through_step)
   QUALIFY row_number() OVER (PARTITION BY s.attempt, s.rollout_id ORDER BY s.end_ns DESC) = 1
 ), scores AS (
   SELECT attempt, rollout_id, arg_max(reward, time_ns) AS reward, arg_max(status, time_ns) AS status FROM rollout_scores

@@ -7,7 +7,7 @@ WITH scored AS (
   FROM rollout_samples s JOIN rollout_scores c ON c.run_id = s.run_id AND c.attempt = s.attempt AND c.rollout_id = s.rollout_id
   LEFT JOIN lineage l ON l.run_id = s.run_id AND l.attempt = s.attempt
   WHERE s.run_id = run AND (first_step IS NULL OR s.step >= first_step) AND (last_step IS NULL OR s.step <= last_step)
-    AND (l.valid_through_step IS NULL OR s.step <= l.valid_through_step) AND s.split IS DISTINCT FROM 'eval'
+    AND (l.valid_through_step IS NULL OR s.step <= l.valid_through_step) AND coalesce(s.split, 'train') = 'train'
   QUALIFY row_number() OVER (PARTITION BY s.attempt, s.rollout_id ORDER BY c.time_ns DESC) = 1
 ), best AS (
   SELECT * FROM scored WHERE reward >= (SELECT quantile_cont(reward, 0.95) FROM scored)

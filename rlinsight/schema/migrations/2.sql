@@ -32,6 +32,7 @@ ALTER TABLE weight_syncs ADD COLUMN IF NOT EXISTS aborted BIGINT;
 ALTER TABLE weight_syncs ADD COLUMN IF NOT EXISTS checksum_trained VARCHAR;
 ALTER TABLE weight_syncs ADD COLUMN IF NOT EXISTS checksum_served VARCHAR;
 ALTER TABLE weight_syncs ADD COLUMN IF NOT EXISTS error_type VARCHAR;
+ALTER TABLE serving_requests ADD COLUMN IF NOT EXISTS error_type VARCHAR;
 ALTER TABLE evals ADD COLUMN IF NOT EXISTS std_error DOUBLE;
 ALTER TABLE producer_health ADD COLUMN IF NOT EXISTS labels_dropped BIGINT;
 ALTER TABLE producer_health ADD COLUMN IF NOT EXISTS metrics_overflowing BIGINT;

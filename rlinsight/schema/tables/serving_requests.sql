@@ -5,5 +5,5 @@ CREATE TABLE serving_requests (
   replica VARCHAR, trace_id VARCHAR, span_id VARCHAR, parent_span_id VARCHAR, start_ns BIGINT, end_ns BIGINT, queue_s DOUBLE,
   prefill_s DOUBLE, decode_s DOUBLE, ttft_s DOUBLE, e2e_s DOUBLE, prompt_tokens BIGINT, cached_tokens BIGINT,
   output_tokens BIGINT, max_tokens BIGINT, finish_reason VARCHAR, num_preemptions BIGINT, aborted BOOLEAN, corrupted BOOLEAN,
-  policy_version BIGINT, status_code TINYINT
+  policy_version BIGINT, status_code TINYINT, error_type VARCHAR
 );

@@ -1,9 +1,11 @@
 -- What went wrong, counted: per run, kind, class and the environment or tool it happened in, with the steps and one case.
--- kind: rollout, score, tool, sync, worker_call, dropped_group, step, run. Steps redone after a resume count as often as they ran.
+-- kind: rollout, request (of an engine, retried or not), score, tool, sync, worker_call, dropped_group, step, run. Steps redone after a resume count as often as they ran.
 CREATE OR REPLACE VIEW errors AS
 WITH cases AS (
   SELECT run_id, step, 'rollout' AS kind, coalesce(error_type, status) AS type, env AS place, rollout_id AS example
   FROM rollout_samples WHERE status <> 'ok' OR error_type IS NOT NULL
+  UNION ALL
+  SELECT run_id, step, 'request', error_type, replica, request_id FROM serving_requests WHERE error_type IS NOT NULL
   UNION ALL
   SELECT c.run_id, s.step, 'score', c.reason, NULL, c.rollout_id FROM rollout_scores c
   LEFT JOIN rollout_samples s ON s.run_id = c.run_id AND s.attempt = c.attempt AND s.rollout_id = c.rollout_id

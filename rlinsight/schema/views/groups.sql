@@ -1,11 +1,11 @@
 -- One row per group: its prompt and what its rollouts earned. signal says whether the group teaches anything:
 -- all_pass and all_fail have equal rewards, hence zero advantages (all_pass when that reward is above 0); mixed is useful.
--- NULL until a rollout is scored. dropped is why the group was not learned from, NULL where it was. Groups of a validation and of steps redone after a resume are left out.
+-- NULL until a rollout is scored. dropped is why the group was not learned from, NULL where it was. Groups of a validation, baselines, and groups of steps redone after a resume are left out.
 CREATE OR REPLACE VIEW groups AS
 WITH prompts AS (
   SELECT * FROM group_prompts
   WHERE hash(run_id, attempt, group_id) NOT IN (
-    SELECT hash(run_id, attempt, group_id) FROM rollout_samples WHERE split = 'eval')
+    SELECT hash(run_id, attempt, group_id) FROM rollout_samples WHERE split <> 'train')
   QUALIFY row_number() OVER (PARTITION BY run_id, attempt, group_id ORDER BY time_ns DESC) = 1
 ), samples AS (
   SELECT run_id, attempt, group_id, rollout_id, max(response_tokens) AS response_tokens,

@@ -2,7 +2,7 @@
 -- length of the response.
 CREATE OR REPLACE VIEW reward_by_component AS
 WITH samples AS (
-  SELECT DISTINCT run_id, step, attempt, rollout_id, response_tokens FROM rollout_samples WHERE split IS DISTINCT FROM 'eval'
+  SELECT DISTINCT run_id, step, attempt, rollout_id, response_tokens FROM rollout_samples WHERE coalesce(split, 'train') = 'train'
 )
 SELECT s.run_id, s.step, w.component, any_value(w.weight) AS weight, count(*) AS rollouts, avg(w.value) AS value,
   count(*) FILTER (w.value IS NULL) AS failed,

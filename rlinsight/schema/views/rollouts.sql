@@ -1,6 +1,6 @@
 -- One row per rollout: how it was sampled, scored and trained on, with its texts. Columns of what has not happened are NULL.
 -- staleness: the trainer's policy_version when it consumed the rollout minus the oldest weights that sampled it.
--- split is eval for rollouts of a validation. Rollouts of steps redone after a resume are left out.
+-- split is eval for rollouts of a validation, baseline for those whose reward others are compared with. Rollouts of steps redone after a resume are left out.
 CREATE OR REPLACE VIEW rollouts AS
 WITH samples AS (
   SELECT * FROM rollout_samples

@@ -1,7 +1,7 @@
 -- Per step: the share of rollouts that hit max_new_tokens, their reward beside that of the finished ones, and lengths.
 CREATE OR REPLACE VIEW truncation AS
 WITH samples AS (
-  SELECT DISTINCT run_id, step, attempt, rollout_id, finish_reason, response_tokens FROM rollout_samples WHERE split IS DISTINCT FROM 'eval'
+  SELECT DISTINCT run_id, step, attempt, rollout_id, finish_reason, response_tokens FROM rollout_samples WHERE coalesce(split, 'train') = 'train'
 ), scores AS (
   SELECT run_id, attempt, rollout_id, arg_max(reward, time_ns) AS reward FROM rollout_scores GROUP BY run_id, attempt, rollout_id
 )

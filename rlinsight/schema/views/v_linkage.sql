@@ -2,7 +2,8 @@
 -- While a run is live, what is still travelling counts as not linked; a finished run should show 1 on every line.
 -- rollout->reward, rollout->training and step->metrics are about steps that finished: one that was abandoned or failed owes
 -- none of them. Rollouts of a validation (split eval) owe no step (the first comes before any),
--- group, reward or training either; those that reward.on_error dropped, and groups that were dropped, owe no training.
+-- group, reward or training either; those that reward.on_error dropped, groups that were dropped, and baselines owe no training.
+-- A rollout that ended with an error owes no tokens, reward or training.
 -- turn->serving_request is about runs whose engines report their requests; span_start->span about spans that should have ended:
 -- those of attempts that reported their end.
 CREATE OR REPLACE VIEW v_linkage AS
@@ -15,8 +16,8 @@ known_steps AS (
 ), finished AS (
   SELECT DISTINCT run_id, attempt, step FROM steps WHERE status_code IS DISTINCT FROM 2
 ), due AS (
-  SELECT run_id, hash(run_id, attempt, rollout_id) AS k, hash(run_id, attempt, group_id) AS group_k FROM rollout_samples
-  WHERE split IS DISTINCT FROM 'eval' AND hash(run_id, attempt, step) IN (SELECT hash(run_id, attempt, step) FROM finished)
+  SELECT run_id, hash(run_id, attempt, rollout_id) AS k, hash(run_id, attempt, group_id) AS group_k, split FROM rollout_samples
+  WHERE split IS DISTINCT FROM 'eval' AND status IS DISTINCT FROM 'error' AND hash(run_id, attempt, step) IN (SELECT hash(run_id, attempt, step) FROM finished)
 ), served AS (
   SELECT hash(run_id, attempt, request_id) AS k FROM serving_requests WHERE request_id IS NOT NULL
   UNION ALL SELECT hash(run_id, trace_id, parent_span_id) FROM serving_requests WHERE parent_span_id IS NOT NULL
@@ -31,7 +32,7 @@ known_steps AS (
   UNION ALL
   SELECT run_id, 'rollout->tokens', count(*),
     count(*) FILTER (hash(run_id, attempt, rollout_id) IN (SELECT hash(run_id, attempt, rollout_id) FROM token_runs))
-  FROM rollout_samples GROUP BY run_id
+  FROM rollout_samples WHERE status IS DISTINCT FROM 'error' GROUP BY run_id
   UNION ALL
   SELECT run_id, 'rollout->spans', count(*),
     count(*) FILTER (hash(run_id, attempt, rollout_id) IN (SELECT hash(run_id, attempt, rollout_id) FROM turns))
@@ -42,7 +43,7 @@ known_steps AS (
   UNION ALL
   SELECT run_id, 'rollout->training', count(*),
     count(*) FILTER (k IN (SELECT hash(run_id, attempt, rollout_id) FROM rollout_training)) FROM due
-  WHERE k NOT IN (SELECT hash(run_id, attempt, rollout_id) FROM rollout_scores WHERE status = 'dropped')
+  WHERE split IS DISTINCT FROM 'baseline' AND k NOT IN (SELECT hash(run_id, attempt, rollout_id) FROM rollout_scores WHERE status = 'dropped')
     AND group_k NOT IN (SELECT hash(run_id, attempt, group_id) FROM dropped_groups) GROUP BY run_id
   UNION ALL
   SELECT run_id, 'turn->rollout', count(*), count(*) FILTER (hash(run_id, attempt, rollout_id) IN (SELECT k FROM sampled))

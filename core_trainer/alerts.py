@@ -1,0 +1,122 @@
+"""What the controller finds wrong while it trains: events that name the rule, what was seen, and a query to show it.
+
+The rules are functions of what the loop has in hand anyway; none reads the store. An alert is raised when its condition
+begins to hold, and again only after it has ceased to.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from core_trainer.rollout.hybrid import Published
+from core_trainer.types import Rollout
+from rlinsight import names, telemetry
+from rlinsight.schema import quoted
+
+MISMATCH_KL = 0.01  # nats a token between engine and trainer; bfloat16 kernels that differ make about a tenth of it
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """One thing that is wrong."""
+
+    rule: str
+    severity: Literal["info", "warning", "critical"]
+    message: str
+    evidence: str  # SQL over the run's store
+    subject: str = ""  # what it is about, where a rule may hold of several: a replica
+
+
+class Alerts:
+    """The alerts of a run."""
+
+    def __init__(self, run_id: str, say: Callable[[str], object]) -> None:
+        """``say`` tells whoever watches the run."""
+        self._run, self._say = quoted(run_id), say
+        self._holding: set[tuple[str, str]] = set()  # rule and subject
+
+    def synced(self, ledger: Sequence[Published]) -> list[Alert]:
+        """After a weight sync: replicas whose weights are not those that were published. Returns all there are."""
+        stale = [
+            Alert(
+                "stale_engine",
+                "critical",
+                f"replica {entry.sync.replica} serves weights {entry.sync.checksum_served} after the sync of "
+                f"policy_version {entry.policy_version}, whose checksum is {entry.checksum_trained}",
+                f"FROM sync_health({self._run}) WHERE problem IS NOT NULL",
+                entry.sync.replica,
+            )
+            for entry in ledger
+            if entry.is_stale
+        ]
+        return self._raise("stale_engine", stale)
+
+    def sampled(self, rollouts: Sequence[Rollout], failed: Sequence[Rollout], policy_version: int) -> list[Alert]:
+        """After sampling: replicas that used weights from before ``policy_version``; rollouts that ``failed``.
+
+        Returns all alerts of the former.
+        """
+        oldest: dict[str, int] = {}
+        for turn in [turn for rollout in rollouts for turn in rollout.turns]:
+            version = min(turn.policy_versions)
+            if version < policy_version:
+                oldest[turn.replica] = min(version, oldest.get(turn.replica, version))
+        stale = [
+            Alert(
+                "stale_rollouts",
+                "critical",
+                f"replica {replica} sampled with weights of policy_version {version}, it was given {policy_version}",
+                f"FROM sync_health({self._run}) WHERE problem IS NOT NULL",
+                replica,
+            )
+            for replica, version in oldest.items()
+        ]
+        lost = []
+        if failed:
+            kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(str(r.error) for r in failed).most_common())
+            message = f"{len(failed)} of {len(rollouts) + len(failed)} rollouts failed: {kinds}"
+            evidence = f"FROM errors WHERE run_id = {self._run} AND kind IN ('rollout', 'request')"
+            lost.append(Alert("failed_rollouts", "warning", message, evidence))
+        self._raise("failed_rollouts", lost)
+        return self._raise("stale_rollouts", stale)
+
+    def finished(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """After a step, from its metrics."""
+        apart, silent = [], []
+        kl = metrics.get(names.M_ROLLOUT_KL)
+        if kl is not None and not kl <= MISMATCH_KL:
+            message = (
+                f"in step {step} the trainer's log-probs are {kl:.2g} nats a token from those the engine sampled with, "
+                f"over {MISMATCH_KL:g}: weights that are not the same, or more than rounding between the kernels"
+            )
+            steps = f"first_step := {step}, last_step := {step}"
+            evidence = f"FROM mismatch_by_cause({self._run}, {steps}) ORDER BY gap DESC"
+            apart.append(Alert("mismatch", "warning", message, evidence))
+        if metrics.get(names.M_ZERO_VARIANCE) == 1:
+            message = f"in step {step} all rollouts of each group earned the same: there is nothing to learn from"
+            evidence = f"FROM group_signal WHERE run_id = {self._run} AND step = {step}"
+            silent.append(Alert("no_signal", "warning", message, evidence))
+        self._raise("mismatch", apart)
+        self._raise("no_signal", silent)
+
+    def _raise(self, rule: str, found: list[Alert]) -> list[Alert]:
+        """Record those that did not hold when ``rule`` was looked at last; returns all of them."""
+        for alert in found:
+            if (rule, alert.subject) not in self._holding:
+                _record(alert)
+                self._say(f"{alert.severity}: {alert.message}")
+        self._holding = {key for key in self._holding if key[0] != rule} | {(rule, alert.subject) for alert in found}
+        return found
+
+
+def _record(alert: Alert) -> None:
+    attributes = {
+        names.ALERT_RULE: alert.rule,
+        names.ALERT_SEVERITY: alert.severity,
+        names.ALERT_MESSAGE: alert.message,
+        names.ALERT_EVIDENCE: alert.evidence,
+    }
+    telemetry.event(names.ALERT, attributes)
