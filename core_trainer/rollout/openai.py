@@ -173,13 +173,12 @@ class OpenAIEngine:
         finally:
             self._answers.pop(request.request_id, None)
             self._record_state()
-        record_request(request, turn, _served(answer), self.name)
+        self._record_request(request, turn, answer)
         yield Chunk([], [], turn)
 
     async def _deltas(self, request: GenerateRequest, answer: Answer, stream: bool) -> AsyncGenerator[Delta, None]:
         body = self.dialect.body(request, self.served_model, self.stop_token_ids, stream)
-        headers = {**request.carrier, "x-request-id": request.request_id}
-        async with self.server.send(self.dialect.path, body, headers) as response:
+        async with self.server.send(self.dialect.path, body, self._headers(request)) as response:
             if not stream:
                 yield self._read(request, answer, (await response.aread()).decode())
                 return
@@ -236,6 +235,12 @@ class OpenAIEngine:
                 f"a prompt of {prompt} tokens and max_new_tokens={new} exceed the context of {self.max_length} of "
                 f"{self.server.url}; lower rollout.max_new_tokens or data.max_prompt_tokens"
             )
+
+    def _headers(self, request: GenerateRequest) -> dict[str, str]:
+        return {**request.carrier, "x-request-id": request.request_id}
+
+    def _record_request(self, request: GenerateRequest, turn: Turn, answer: Answer) -> None:
+        record_request(request, turn, _served(answer), self.name)
 
     def _record_state(self) -> None:
         """When work begins or ends, and now and then between."""
