@@ -246,6 +246,7 @@ class _Table:
         if unknown:
             raise ValueError(f"projection of {projection.table} fills columns that do not exist: {sorted(unknown)}")
         self.name = projection.table
+        self.needs_run = "run_id" in types
         self.attribute = projection.has
         self.bulky = frozenset(key for column, key in projection.columns.items() if types[column].endswith("[]"))
         self._columns: list[tuple[str, str, Callable[[Any], Any] | None]] = [
@@ -293,7 +294,8 @@ def _project(
     what: str,
     out: Decoded,
 ) -> bool:
-    """Add the item's domain rows: all of them or, when a value does not fit, none. Items of no run stay raw.
+    """Add the item's domain rows: all of them or, when a value does not fit, none. Items of no run stay raw, but
+    for those of a table that knows no runs.
 
     True if nothing was wrong with the item.
     """
@@ -301,8 +303,8 @@ def _project(
     try:
         if problem:
             raise BadValue(problem)
-        if facts["run_id"] is not None:
-            rows = [(table.name, table.row(facts, attrs, resource)) for table in tables]
+        wanted = [table for table in tables if facts["run_id"] is not None or not table.needs_run]
+        rows = [(table.name, table.row(facts, attrs, resource)) for table in wanted]
     except BadValue as error:
         out.reject(f"{what}: {error}")
         return False

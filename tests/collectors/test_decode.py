@@ -162,6 +162,13 @@ def test_items_of_no_run_stay_raw():
     assert decoded.rejected == 0
 
 
+def test_a_check_of_a_model_is_of_no_run():
+    """Its table has no run_id, so its event becomes a row without one; the model is the sender's."""
+    decoded = _event(names.MODEL_CHECK, {names.CHECK_ID: "c", names.CHECK_PARITY: 1}, {names.MODEL: "tiny"})
+    row = _only(decoded, "model_checks")
+    assert (row["check_id"], row["model"], row["parity"], row["part"]) == ("c", "tiny", 1.0, None)
+
+
 def test_one_span_can_be_a_row_of_two_tables():
     """A weight sync that is also a phase of the step fills both tables."""
     decoded = _span(names.WEIGHT_SYNC, {names.PHASE: "sync", names.ENGINE: "native", names.STEP_INDEX: 1})

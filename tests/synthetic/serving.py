@@ -109,6 +109,37 @@ def emit_samples(run: Run, step: int, start: int, end: int, policies: list[Proce
             policy.event(names.ENGINE_SAMPLE, time_ns, attributes)
 
 
+def emit_check(time_ns: int, process: Process) -> None:
+    """A check of the model, as `rlinsight check-model` sends it: parity on all prompts but one, at a near-tie."""
+    of = {names.CHECK_ID: "check-20250101-110000-c3d4", names.CHECK_PART: "native", names.CHECK_TOKENS_PER_S: 400.0}
+    found = {
+        names.CHECK_STATUS: "ok",
+        names.REASON: "greedy tokens of 1 prompts part where two are equally likely: rounding",
+        names.CHECK_ARCHITECTURE: "LlamaForCausalLM",
+        names.CHECK_PARAMETERS: 134_515_008,
+        names.CHECK_DTYPE: "float32",
+        names.CHECK_LOAD_S: 2.5,
+        names.CHECK_PROMPTS: 32,
+        names.CHECK_TOKENS: 1900,
+        names.CHECK_PARITY: 31 / 32,
+        names.CHECK_DIVERGENT_PROMPT: 3,
+        names.CHECK_DIVERGENT_POSITION: 17,
+        names.CHECK_EXPECTED_PIECE: " seven",
+        names.CHECK_FOUND_PIECE: " 7",
+        names.CHECK_EXPECTED_LOG_PROB: -0.70001,
+        names.CHECK_FOUND_LOG_PROB: -0.70002,
+        names.CHECK_LEAD: 1e-5,
+        names.CHECK_MAX_GAP: 4e-5,
+        names.CHECK_MEAN_GAP: 2e-6,
+        names.CODE_VERSION: "0.1.0",
+        names.HOST: '{"cores": 2}',
+    }
+    process.event(names.MODEL_CHECK, time_ns, of | found)
+    seconds = {name: 0.01 * i for i, name in enumerate(names.CHECK_LATENCY.values(), start=1)}
+    counts = {names.CHECK_CONCURRENCY: 4, names.CHECK_REQUESTS: 16, names.OUTPUT_TOKENS: 480}
+    process.event(names.MODEL_CHECK_LATENCY, time_ns, of | counts | seconds)
+
+
 def emit_eval(run: Run, step: int, time_ns: int, controller: Process, policy: Process, rng: random.Random) -> None:
     """A validation of one rollout, and its metrics over 64 prompts."""
     chance = 1 - run.skill(step) if "eval_falls" in run.faults else run.skill(step)

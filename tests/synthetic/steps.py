@@ -12,7 +12,7 @@ import numpy as np
 from rlinsight import names
 from tests.synthetic.rollouts import emit_rollouts
 from tests.synthetic.run import PHASES, SECOND, WORKER_METHODS, Run
-from tests.synthetic.serving import emit_eval, emit_samples, extra_random
+from tests.synthetic.serving import emit_check, emit_eval, emit_samples, extra_random
 from tests.synthetic.wire import Process, Request, flush, new_span_id, new_trace_id
 
 
@@ -80,6 +80,8 @@ def _step(
         emit_samples(run, step, *windows["sample"][:2], policies, rng)
         if step % 2 == 0:
             emit_eval(run, step, step_end - SECOND // 50, controller, policies[0], rng)
+        if step == run.first_step:
+            emit_check(start_ns, controller)
     if run.has("stale_engine", step - 1):
         _alert(step, step_end, controller)
     controller.start(names.STEP, start_ns, {names.STEP_INDEX: step, names.LANE: "controller"}, trace, root)
