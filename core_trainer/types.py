@@ -48,7 +48,7 @@ class Turn:
     text: str  # special tokens left out
     finish_reason: FinishReason
     policy_version: int  # of the weights that sampled it
-    num_cached_tokens: int  # prompt tokens taken from another request's KV cache
+    num_cached_tokens: int | None  # prompt tokens taken from another request's KV cache; None: the engine does not tell
     start_ns: int  # unix time of arrival at the engine
     end_ns: int
     replica: str = ""  # engine replica that answered

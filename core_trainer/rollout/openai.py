@@ -48,7 +48,7 @@ class Answer:
     log_probs: list[float] = field(default_factory=list)
     top_log_probs: list[list[tuple[int, float]]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    num_cached_tokens: int = 0
+    num_cached_tokens: int | None = None
     aborted: bool = False
     waiting: asyncio.Timeout | None = None  # while its next token is waited for
 
@@ -61,7 +61,8 @@ class Answer:
         self.log_probs += delta.log_probs
         self.top_log_probs += delta.top_log_probs
         self.finish_reason = delta.finish_reason or self.finish_reason
-        self.num_cached_tokens = delta.num_cached_tokens or self.num_cached_tokens
+        if delta.num_cached_tokens is not None:
+            self.num_cached_tokens = delta.num_cached_tokens
 
     def abort(self) -> None:
         """End it now if its next token is waited for, or before that happens again."""

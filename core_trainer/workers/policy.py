@@ -87,7 +87,18 @@ class PolicyWorker(Worker):
         if config.validation is not None:
             longest = max(longest, config.validation.max_new_tokens or 0)
         rollout = config.rollout.model_copy(update={"max_new_tokens": longest})
-        engine = build_engine(rollout, config.data, self.model, self.tokenizer, model_dir, merge, self.place.lane)
+        place = self.place
+        engine = build_engine(
+            rollout,
+            config.data,
+            self.model,
+            self.tokenizer,
+            model_dir,
+            merge,
+            place.lane,
+            rank=place.rank,
+            world_size=place.world_size,
+        )
         optimizers = [self.optimizer] if self.head is None else [self.optimizer, self.head_optimizer]
         self.hybrid = HybridEngine(engine, self.model, optimizers)
         piece = lru_cache(maxsize=None)(lambda token: models.decode(self.tokenizer, [token], special=True))

@@ -300,5 +300,7 @@ class _Handler(BaseHTTPRequestHandler):
             choice["token_ids"] = tokens
         event = {"choices": [choice]}
         if reason is not None:
-            event["usage"] = counts | {"prompt_tokens_details": {"cached_tokens": 3}}
+            event["usage"] = counts
+            if self.owner.style != "llama.cpp":
+                event["usage"] |= {"prompt_tokens_details": {"cached_tokens": 3}}
         return event
