@@ -11,7 +11,6 @@ from importlib.abc import MetaPathFinder
 from pathlib import Path
 
 from rlinsight.errors import RlinsightError
-from rlinsight.priority import yield_processors
 
 
 class _NoPandas(MetaPathFinder):
@@ -37,8 +36,6 @@ def main() -> int:
     parser.add_argument("--keep-bytes", type=int, help="remove the oldest runs while the store uses more")
     parser.add_argument("--background", action="store_true", help="leave the processors to training")
     args = parser.parse_args()
-    if args.background:
-        yield_processors()
     logging.basicConfig(level=logging.INFO, format="collector: %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     sys.meta_path.insert(0, _NoPandas())
@@ -46,7 +43,8 @@ def main() -> int:
         from collectors import process, retention
 
         listen = process.Listen(args.listen, args.http_port, args.grpc_port, args.sql_port, args.token_file)
-        process.run(args.store, args.owner_pid, listen, retention.Keep(args.keep_days, args.keep_bytes))
+        keep = retention.Keep(args.keep_days, args.keep_bytes)
+        process.run(args.store, args.owner_pid, listen, keep, args.background)
     except RlinsightError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -35,6 +35,7 @@ from collectors.scrape import Scraper
 from collectors.writer import Writer
 from rlinsight import schema
 from rlinsight.errors import CollectorError
+from rlinsight.priority import yield_processors
 from rlinsight.store import Endpoint, endpoint_path, is_loopback, read_endpoint
 from rlinsight.wire import DELIVER_S
 
@@ -56,8 +57,12 @@ class Listen:
     token_file: Path | None = None  # None makes a token that ends with the process
 
 
-def run(store: Path, owner_pids: Sequence[int], listen: Listen, keep: Keep | None = None) -> None:
+def run(
+    store: Path, owner_pids: Sequence[int], listen: Listen, keep: Keep | None = None, background: bool = False
+) -> None:
     """Serve a store until signalled, or until the owners given here or later are gone; it keeps what ``keep`` says.
+
+    In the ``background`` it leaves the processors to training once it serves: until then training waits for it.
 
     Raises CollectorError or StoreError when it cannot start, and CollectorError when the store failed for good.
     """
@@ -106,6 +111,8 @@ def run(store: Path, owner_pids: Sequence[int], listen: Listen, keep: Keep | Non
         )
         stack.enter_context(_published(store, endpoint))
         logger.info("collecting into %s: OTLP/HTTP %s, OTLP/gRPC %s", store, endpoint.http, endpoint.grpc)
+        if background:
+            yield_processors(whole_process=True)
         systemd.notify("READY=1", f"STATUS=OTLP/HTTP {endpoint.http}, OTLP/gRPC {endpoint.grpc}")
         _wait(stop, writer, owners, intake, Checkpoints(store, writer))
         systemd.notify("STOPPING=1")

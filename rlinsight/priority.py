@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 
 NICENESS = 15  # where there is no idle policy
 
 
-def yield_processors() -> None:
+def yield_processors(whole_process: bool = False) -> None:
     """Let the calling thread, and threads and processes it starts, run only when a processor has nothing else to do.
 
     What one thread of a training step loses, all its others wait for. It also drops a real-time policy that a parent
-    handed down.
+    handed down. ``whole_process`` means the threads that run already, too.
     """
-    if hasattr(os, "SCHED_IDLE"):
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    else:
+    if not hasattr(os, "SCHED_IDLE"):
         os.nice(NICENESS)
+        return
+    for thread in os.listdir("/proc/self/task") if whole_process else ["0"]:
+        with suppress(ProcessLookupError):  # it has just ended
+            os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))

@@ -418,10 +418,16 @@ def test_the_control_groups_limit_counts_where_it_is_lower(
 
 
 def test_a_collector_of_a_run_yields_the_processors(tmp_path: Path) -> None:
-    """Started by a run it runs when nothing else wants to; started by hand as any program does."""
+    """Started by a run it runs, once it serves, when nothing else wants to; started by hand as any program does."""
     endpoint = server.start_process(tmp_path / "s.duckdb", os.getpid())
-    assert os.sched_getscheduler(endpoint.pid) == os.SCHED_IDLE
     process = psutil.Process(endpoint.pid)
+    policies = set[int]()
+    for _ in range(100):  # it serves, so it is about to
+        policies = {os.sched_getscheduler(thread.id) for thread in process.threads()}
+        if policies == {os.SCHED_IDLE}:
+            break
+        time.sleep(0.1)
+    assert policies == {os.SCHED_IDLE}
     process.terminate()
     process.wait(20)
     with collector(tmp_path / "t.duckdb") as by_hand:
