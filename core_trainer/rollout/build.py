@@ -33,7 +33,8 @@ def build_engine(
     """
     stop_token_ids = models.end_of_turn_ids(model.generation_config, tokenizer)
     if rollout.engine == "native":
-        return NativeEngine(model, tokenizer, stop_token_ids, rollout.max_batch_size, merge_adapters, replica)
+        size, section = rollout.max_batch_size, rollout.native
+        return NativeEngine(model, tokenizer, stop_token_ids, size, merge_adapters, replica, section)
     length = data.max_prompt_tokens + rollout.max_new_tokens
     if rollout.engine == "openai":
         return _openai(rollout, model, tokenizer, stop_token_ids, length, rank, world_size)

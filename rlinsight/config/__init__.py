@@ -21,7 +21,7 @@ from rlinsight.config.reward import (
     TaskReward,
     component_name,
 )
-from rlinsight.config.rollout import OpenAISection, RolloutSection, VllmSection
+from rlinsight.config.rollout import NativeSection, OpenAISection, RolloutSection, VllmSection
 from rlinsight.config.run import RunSection
 from rlinsight.config.sft import SftConfig, SftDataSection, SftTrainerSection
 from rlinsight.config.telemetry import ScrapeTarget, TelemetrySection
@@ -40,6 +40,7 @@ __all__ = [
     "LoraSection",
     "MathVerifyReward",
     "ModelSection",
+    "NativeSection",
     "NumericReward",
     "OpenAISection",
     "RegexReward",

@@ -11,6 +11,17 @@ from pydantic import Field, model_validator
 from rlinsight.config.base import Section
 
 
+class NativeSection(Section):
+    """The native engine."""
+
+    kv_cache_gib: float = Field(
+        default=2.0, gt=0, description="memory of its KV cache, in GiB per worker; taken as it is used on a CPU"
+    )
+    prefill_tokens: int = Field(
+        default=1024, ge=1, description="prompt tokens computed in one pass; running rollouts wait no longer for them"
+    )
+
+
 class VllmSection(Section):
     """vLLM, in the policy worker's process or as servers."""
 
@@ -93,6 +104,7 @@ class RolloutSection(Section):
         default="native",
         description="rollout engine; native shares the policy's own weights, vllm holds a copy, openai asks servers",
     )
+    native: NativeSection = Field(default_factory=NativeSection, description="options of the native engine")
     vllm: VllmSection = Field(default_factory=VllmSection, description="options of the vllm engine")
     openai: OpenAISection = Field(default_factory=OpenAISection, description="options of the openai engine")
     group_size: int = Field(default=8, ge=1, description="rollouts per prompt")
@@ -126,6 +138,8 @@ class RolloutSection(Section):
     @model_validator(mode="after")
     def _engine_options(self) -> RolloutSection:
         # Defaults are let through, so that a resolved config can be loaded again.
+        if self.engine != "native" and self.native != NativeSection():
+            raise ValueError(f"native has no effect with engine {self.engine}; set engine: native or remove native")
         if self.engine != "vllm" and self.vllm != VllmSection():
             raise ValueError(f"vllm has no effect with engine {self.engine}; set engine: vllm or remove vllm")
         if self.engine != "openai" and self.openai != OpenAISection():

@@ -1,16 +1,14 @@
-"""The native engine: admit, run one decode step, finish. It shares the policy's own weights.
+"""The native engine: continuous batching in this process, on the model's own weights.
 
-A step takes waiting requests into free slots (equal prompts are prefilled once), then samples one token for every
-running request. When a request finishes, the last slot moves into its place, so the batch shrinks at once.
+A pass computes what the scheduler says (prompts in chunks, or one token for everyone who runs) and samples for each
+sequence that has all of its tokens computed. ``n`` answers to a prompt are n requests: the prompt is computed once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -18,44 +16,36 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from core_trainer import models
-from core_trainer.attention import PrefillLayout
-from core_trainer.batching import prompt_layout
+from core_trainer.rollout import serving
 from core_trainer.rollout.engine import Chunk, GenerateRequest, WeightSync
-from core_trainer.rollout.native.kv_cache import KVCache
+from core_trainer.rollout.native.attention import PagedDecode, PagedPrefill
+from core_trainer.rollout.native.kv_cache import KVCache, blocks_for
 from core_trainer.rollout.native.packed_linear import PackedLinears
-from core_trainer.rollout.native.sampler import sample
+from core_trainer.rollout.native.sampler import Options, sample
+from core_trainer.rollout.native.scheduler import Batch, Scheduler
+from core_trainer.rollout.native.sequence import Sequence
+from core_trainer.rollout.serving import SAMPLE_INTERVAL_S, EngineState
 from core_trainer.types import FinishReason, Turn
 from rlinsight import names, telemetry
-from rlinsight.errors import RlinsightError
+from rlinsight.config import NativeSection
+from rlinsight.errors import EngineError
 
-PREFILL_TOKENS = 4096  # prompt tokens computed in one pass, counted as attention pads them
 STOP_WINDOW = 16  # tokens looked at, besides the stop string's own length, when searching for it
 
 
-@dataclass(slots=True)
-class Sequence:
-    """A request while the engine works on it."""
-
-    request: GenerateRequest
-    future: asyncio.Future[Turn]
-    uniform: np.ndarray  # [max_new_tokens] float64, all its random numbers
-    start_ns: int
-    num_cached_tokens: int = 0
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    chunks: asyncio.Queue[Chunk] | None = None  # where a streaming caller reads
-
-    @property
-    def position(self) -> int:
-        """Where the next token's keys and values go: after the prompt and all but the last sampled token."""
-        return len(self.request.prompt_token_ids) + len(self.token_ids) - 1
+class NonFiniteLogits(EngineError):
+    """The model's logits are not finite."""
 
 
 class NativeEngine:
-    """Rollout engine over a model in this process. Not thread safe: one event loop drives it."""
+    """Rollout engine over a model in this process. Not thread safe: one event loop drives it.
+
+    ``prefill_layout`` and ``decode_layout`` are the attention of its passes, over the blocks of ``cache``.
+    """
 
     name = "native"
+    prefill_layout = PagedPrefill
+    decode_layout = PagedDecode
 
     def __init__(
         self,
@@ -65,8 +55,10 @@ class NativeEngine:
         max_batch_size: int,
         merge_adapters: bool = True,
         replica: str = "policy/0",
+        section: NativeSection | None = None,
     ) -> None:
         """``merge_adapters``: see PackedLinears; without adapters in the model it changes nothing."""
+        section = section or NativeSection()
         self.model, self.tokenizer, self.replica = model, tokenizer, replica
         self.stop_token_ids = frozenset(stop_token_ids)
         self.max_batch_size = max_batch_size
@@ -75,149 +67,172 @@ class NativeEngine:
         head = model.get_output_embeddings()
         assert head is not None, "a causal model has an output layer"
         self._head = head
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # running[i] owns cache slot i
-        self._cache = KVCache(model.config, model.dtype, model.device)
+        self.cache = KVCache(model.config, model.dtype, model.device, int(section.kv_cache_gib * 2**30))
+        self.scheduler = Scheduler(self.cache, max_batch_size, section.prefill_tokens)
         self._packed = PackedLinears(model, merge_adapters)
         self._live: dict[str, Sequence] = {}  # by request id, until answered
         self._driver: asyncio.Task[None] | None = None
+        self._awake = True
+        self._sampled_at = 0.0  # when the state was recorded last
+        self._prompt_tokens = self._generation_tokens = 0
 
     def sync_weights(self, policy_version: int) -> list[WeightSync]:
-        """Serve the model's current weights: nothing moves, packed and merged copies are rewritten."""
+        """Serve the model's current weights: nothing moves, packed and merged copies are rewritten.
+
+        Nothing computed before is reused. Requests in flight go on, on the keys and values they have (arXiv
+        2509.19128), and say which weights sampled each token.
+        """
         self.policy_version = policy_version
-        return [WeightSync(self.replica, 0, self._packed.refresh())]
+        self.cache.forget()
+        in_flight = len(self._live)
+        refreshed = self._packed.refresh()
+        return [WeightSync(self.replica, 0, refreshed, "keep" if in_flight else "wait", in_flight)]
 
     async def generate(self, request: GenerateRequest) -> Turn:
-        """Sample one request. Raises RlinsightError if it cannot fit the model's context."""
-        return await self._submit(request, None).future
+        """Sample one request. Raises EngineError if it cannot fit, or fails while it is sampled."""
+        sequence = self._submit(request, None)
+        try:
+            return await sequence.future
+        finally:
+            self._abandon(sequence)
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """The same, token by token. Leaving the iteration early aborts the request."""
         chunks: asyncio.Queue[Chunk] = asyncio.Queue()
         sequence = self._submit(request, chunks)
-        sequence.future.add_done_callback(lambda _: chunks.put_nowait(Chunk([], [])))  # wakes the reader
+        sequence.future.add_done_callback(lambda _: chunks.put_nowait(Chunk([], [])))
         try:
-            while not (sequence.future.done() and chunks.qsize() <= 1):
-                yield await chunks.get()
+            while (chunk := await chunks.get()).token_ids:
+                yield chunk
             yield Chunk([], [], sequence.future.result())
         finally:
-            self.abort(request.request_id)
+            self._abandon(sequence)
+
+    def abort(self, request_id: str) -> None:
+        """Answer a request with what it has."""
+        sequence = self._live.get(request_id)
+        if sequence is not None:
+            self._finish(sequence, "abort")
 
     def sleep(self) -> int:
-        """Nothing to give back: the cache is small beside training's activations, and the weights are the policy's."""
-        return 0
+        """Give the cache's memory back; returns bytes freed. On a CPU it stays, as the system gave only what was used.
+
+        Raises EngineError while requests are running.
+        """
+        if self._live:
+            raise EngineError(f"the engine cannot sleep while {len(self._live)} requests are being sampled")
+        self._awake = self.model.device.type == "cpu"
+        return 0 if self._awake else self.cache.release()
 
     def wake(self) -> int:
-        """Nothing was given back."""
-        return 0
+        """Take it again; returns bytes taken."""
+        self._awake = True
+        return self.cache.allocate()
 
     def close(self) -> None:
-        """The engine holds nothing outside its Python objects."""
+        """Abort what is running and give the cache back."""
+        for request_id in list(self._live):
+            self.abort(request_id)
+        self.cache.release()
+        self._awake = False
+
+    def _abandon(self, sequence: Sequence) -> None:
+        """Stop what nobody waits for any more; nothing when it was answered."""
+        if self._live.get(sequence.request.request_id) is sequence:
+            self._finish(sequence, "abort")
 
     def _submit(self, request: GenerateRequest, chunks: asyncio.Queue[Chunk] | None) -> Sequence:
-        prompt, new = len(request.prompt_token_ids), request.params.max_new_tokens
-        if self.max_length is not None and prompt + new > self.max_length:
-            raise RlinsightError(
-                f"a prompt of {prompt} tokens and max_new_tokens={new} exceed its context of {self.max_length}; "
-                "lower rollout.max_new_tokens or data.max_prompt_tokens"
-            )
+        """Queue a request. Raises EngineError naming it when it cannot be served."""
+        self._check(request)
         uniform = np.random.Generator(np.random.Philox(request.params.seed)).random(request.params.max_new_tokens)
         future: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
-        sequence = self._live[request.request_id] = Sequence(request, future, uniform, time.time_ns())
-        sequence.chunks = chunks
-        self.waiting.append(sequence)
+        sequence = Sequence(request, future, chunks, uniform, list(request.prompt_token_ids), time.time_ns())
+        self._live[request.request_id] = sequence
+        self.scheduler.add(sequence)
         if self._driver is None or self._driver.done():
             self._driver = asyncio.create_task(self._drive())
         return sequence
 
-    def abort(self, request_id: str) -> None:
-        """Finish a request with what it has, at the next step."""
-        if request_id in self._live:
-            self._live[request_id].finish_reason = "abort"
+    def _check(self, request: GenerateRequest) -> None:
+        name, prompt, new = request.request_id, len(request.prompt_token_ids), request.params.max_new_tokens
+        if not self._awake:
+            raise EngineError(f"request {name} came while the engine was asleep; wake it first")
+        if name in self._live:
+            raise EngineError(f"request {name} is being sampled already; give each request an id of its own")
+        if prompt == 0 or new < 1:
+            raise EngineError(f"request {name} has {prompt} prompt tokens and max_new_tokens={new}; 1 is the least")
+        if self.max_length is not None and prompt + new > self.max_length:
+            raise EngineError(
+                f"request {name}: a prompt of {prompt} tokens and max_new_tokens={new} exceed the model's context of "
+                f"{self.max_length}; lower rollout.max_new_tokens or data.max_prompt_tokens"
+            )
+        needed = blocks_for(prompt + new)
+        if needed > self.cache.num_blocks:
+            raise EngineError(
+                f"request {name}: a prompt of {prompt} tokens and max_new_tokens={new} need "
+                f"{needed * self.cache.block_bytes / 2**30:.3g} GiB of KV cache, more than all of it; raise "
+                "rollout.native.kv_cache_gib or lower rollout.max_new_tokens"
+            )
+        words = self._head.weight.shape[0]  # type: ignore[union-attr]
+        beyond = [token for token in (*request.prompt_token_ids, *request.params.logit_bias) if not 0 <= token < words]
+        if beyond:
+            raise EngineError(f"request {name} has token id {beyond[0]}; the model has {words} words")
 
     async def _drive(self) -> None:
-        """Step until nothing is left; requests that arrive meanwhile join the batch."""
-        await asyncio.sleep(0)  # let all requests of this turn of the event loop arrive before the first prefill
+        """Compute until nothing is left; requests that arrive meanwhile join the batch."""
+        await asyncio.sleep(0)  # let all requests of this turn of the event loop arrive before the first pass
         try:
-            with torch.inference_mode(), self._packed.active():
-                while self.waiting or self.running:
-                    self._admit()
-                    with telemetry.span(names.DECODE, {names.BUCKET: "productive"}) as span:
-                        span.set({names.NUM_TOKENS: await self._decode()})
-        except BaseException as error:  # whoever waits for a request would wait for ever; they raise it
-            for sequence in self._live.values():
-                if not sequence.future.done():
-                    sequence.future.set_exception(error)
-            for collection in (self._live, self.waiting, self.running):
-                collection.clear()
+            self._record_state()
+            batch = self.scheduler.schedule()
+            while batch is not None:
+                prefill, num_tokens = batch.prefill, 0
+                name = names.PREFILL if prefill else names.DECODE
+                with telemetry.span(name, {names.BUCKET: "productive"}) as span:
+                    while batch is not None and batch.prefill is prefill:
+                        num_tokens += sum(batch.counts)
+                        self._compute(batch)
+                        if time.perf_counter() - self._sampled_at > SAMPLE_INTERVAL_S:
+                            self._record_state()
+                        await asyncio.sleep(0)
+                        batch = self.scheduler.schedule()
+                    span.set({names.NUM_TOKENS: num_tokens})
+            self._record_state()
+        except BaseException as error:  # whoever waits for a request would wait for ever
+            for sequence in list(self._live.values()):
+                self._fail(sequence, error)
             if not isinstance(error, Exception):
                 raise
 
-    async def _decode(self) -> int:
-        """Decode until a slot is free for a waiting request or nothing runs; returns the tokens sampled."""
-        sampled = 0
-        while self.running and not (self.waiting and len(self.running) < self.max_batch_size):
-            sampled += len(self.running)
-            self._step()
-            self._finish()
-            await asyncio.sleep(0)
-        return sampled
+    def _compute(self, batch: Batch) -> None:
+        """One pass over a batch; sequences whose tokens are all computed get their next one."""
+        with torch.inference_mode(), self._packed.active():
+            if any(batch.counts):
+                hidden, rows = self._forward(batch), (np.cumsum(batch.counts) - 1).tolist()
+            else:
+                hidden, rows = torch.stack([s.hidden for s in batch.sequences if s.hidden is not None]), None
+            done = list[int]()
+            for i, (sequence, count) in enumerate(zip(batch.sequences, batch.counts, strict=True)):
+                row = rows[i] if rows else i
+                sequence.num_computed += count
+                sequence.hidden = None
+                self.scheduler.publish(sequence, count)
+                if count and sequence.num_computed == sequence.num_prompt:
+                    self.scheduler.publish_end(sequence, hidden[row])
+                if sequence.remaining == 0:
+                    done.append(i)
+            if batch.prefill:
+                self._prompt_tokens += sum(batch.counts)
+            if done:
+                last = hidden[[rows[i] for i in done]] if rows else hidden
+                self._sample([batch.sequences[i] for i in done], last)
 
-    def _admit(self) -> None:
-        """Move waiting requests into free slots; prompts that are equal are computed once."""
-        admitted = []
-        while self.waiting and len(self.running) + len(admitted) < self.max_batch_size:
-            admitted.append(self.waiting.popleft())
-        by_prompt: dict[tuple[int, ...], list[Sequence]] = {}
-        for sequence in admitted:
-            by_prompt.setdefault(sequence.request.prompt_token_ids, []).append(sequence)
-        batch: list[tuple[int, ...]] = []
-        for prompt in sorted(by_prompt, key=len):
-            if batch and (len(batch) + 1) * max(len(prompt), *map(len, batch)) > PREFILL_TOKENS:
-                self._prefill(batch, by_prompt)
-                batch = []
-            batch.append(prompt)
-        if batch:
-            self._prefill(batch, by_prompt)
-        self._finish()
-
-    def _prefill(self, prompts: list[tuple[int, ...]], by_prompt: dict[tuple[int, ...], list[Sequence]]) -> None:
-        """Compute prompts, fill a slot for every request that has one, and sample each request's first token."""
-        lengths = [len(prompt) for prompt in prompts]
-        with telemetry.span(names.PREFILL, {names.NUM_TOKENS: sum(lengths), names.BUCKET: "productive"}):
-            layout = PrefillLayout(prompt_layout(lengths, self.model.device))
-            tokens = [token for prompt in prompts for token in prompt]
-            positions = [position for length in lengths for position in range(length)]
-            hidden = self._forward(tokens, positions, layout)
-            ends = np.cumsum(lengths)
-            joined: list[Sequence] = []
-            for prompt, end in zip(prompts, ends, strict=True):
-                sequences = by_prompt[prompt]
-                first = len(self.running) + len(joined)
-                longest = len(prompt) + max(s.request.params.max_new_tokens for s in sequences)
-                self._cache.reserve(first + len(sequences), longest)
-                part = slice(int(end) - len(prompt), int(end))
-                self._cache.write_prompt(
-                    list(range(first, first + len(sequences))),
-                    [key[:, part] for key in layout.keys],
-                    [value[:, part] for value in layout.values],
-                )
-                for sequence in sequences[1:]:
-                    sequence.num_cached_tokens = len(prompt)
-                joined += sequences
-            repeats = torch.tensor([len(by_prompt[prompt]) for prompt in prompts])
-            self._sample(joined, hidden[torch.repeat_interleave(torch.from_numpy(ends - 1), repeats)])
-            self.running += joined
-
-    def _step(self) -> None:
-        """One token for every running request."""
-        positions = [sequence.position for sequence in self.running]
-        self._cache.begin_step(torch.tensor(positions, device=self.model.device))
-        hidden = self._forward([sequence.token_ids[-1] for sequence in self.running], positions, self._cache)
-        self._sample(self.running, hidden)
-
-    def _forward(self, tokens: list[int], positions: list[int], layout: object) -> Tensor:
-        """Hidden states [N, d] of packed tokens."""
+    def _forward(self, batch: Batch) -> Tensor:
+        """Hidden states [N, d] of the batch's next tokens, one sequence after the other."""
+        columns = zip(batch.sequences, batch.counts, strict=True)
+        spans = [(s, s.num_computed, s.num_computed + count) for s, count in columns]
+        tokens = [token for s, start, end in spans for token in s.tokens[start:end]]
+        positions = [position for _, start, end in spans for position in range(start, end)]
+        layout = (self.prefill_layout if batch.prefill else self.decode_layout)(self.cache, spans)
         device = self.model.device
         return self.model.get_decoder()(
             input_ids=torch.tensor([tokens], device=device),
@@ -229,63 +244,102 @@ class NativeEngine:
     def _sample(self, sequences: list[Sequence], hidden: Tensor) -> None:
         """Append one token to each sequence from its last hidden state, [len(sequences), d]."""
         logits = self._head(hidden)
-        device, params = logits.device, [sequence.request.params for sequence in sequences]
-        top_k = top_p = None
-        if any(p.top_k for p in params):
-            top_k = torch.tensor([p.top_k or logits.shape[1] for p in params], device=device)
-        if any(p.top_p < 1 for p in params):
-            top_p = torch.tensor([p.top_p for p in params], device=device)
-        tokens, log_probs = sample(
-            logits,
-            torch.tensor([p.temperature for p in params], device=device),
-            torch.tensor([s.uniform[len(s.token_ids)] for s in sequences], dtype=torch.float64, device=device),
-            top_k,
-            top_p,
-        )
-        for sequence, token, log_prob in zip(sequences, tokens.tolist(), log_probs.tolist(), strict=True):
-            sequence.token_ids.append(token)
-            sequence.log_probs.append(log_prob)
+        params = [s.request.params for s in sequences]
+        uniform = torch.tensor([s.uniform[s.num_sampled] for s in sequences], dtype=torch.float64, device=logits.device)
+        options = Options.of(params, [s.tokens for s in sequences], logits.device)
+        sampled = sample(logits, uniform, options, [p.num_top_log_probs for p in params])
+        finite = torch.isfinite(sampled.log_probs).tolist()
+        now = time.perf_counter()
+        columns = zip(sequences, sampled.tokens.tolist(), sampled.log_probs.tolist(), sampled.top, finite, strict=True)
+        for sequence, token, log_prob, top, good in columns:
+            if not good:
+                self._fail_damaged(sequence)
+                continue
+            sequence.append(token, log_prob, top, self.policy_version, now)
+            self._generation_tokens += 1
             if sequence.chunks is not None:
                 sequence.chunks.put_nowait(Chunk([token], [log_prob]))
-            sequence.finish_reason = sequence.finish_reason or self._finish_reason(sequence)
+            reason = self._finish_reason(sequence)
+            if reason is not None:
+                self._finish(sequence, reason)
 
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
-        if sequence.token_ids[-1] in self.stop_token_ids:
+        params = sequence.request.params
+        if sequence.tokens[-1] in self.stop_token_ids:
             return "stop"
-        for stop in sequence.request.params.stop:
-            if stop in self.tokenizer.decode(sequence.token_ids[-(len(stop) + STOP_WINDOW) :]):
+        if params.stop:
+            window = min(sequence.num_sampled, max(map(len, params.stop)) + STOP_WINDOW)
+            text = self.tokenizer.decode(sequence.tokens[-window:])
+            if any(stop in text for stop in params.stop):
                 return "stop"
-        return "length" if len(sequence.token_ids) == sequence.request.params.max_new_tokens else None
+        return "length" if sequence.num_sampled == params.max_new_tokens else None
 
-    def _finish(self) -> None:
-        """Answer finished requests and close the gaps they leave in the batch."""
-        for slot in reversed(range(len(self.running))):
-            sequence = self.running[slot]
-            if sequence.finish_reason is None:
-                continue
-            last = self.running.pop()
-            if last is not sequence:
-                self._cache.move(len(self.running), slot, last.position)
-                self.running[slot] = last
-            self._answer(sequence)
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Answer a request, unless its caller went away."""
+        turn = self._leave(sequence, reason)
+        if not sequence.future.done():
+            serving.record_request(sequence.request, turn, sequence.served(), self.name)
+            sequence.future.set_result(turn)
 
-    def _answer(self, sequence: Sequence) -> None:
-        del self._live[sequence.request.request_id]
-        if sequence.future.done():  # the caller went away
+    def _fail(self, sequence: Sequence, error: BaseException) -> None:
+        """Give a request's caller an error that names the request; it is the caller who records it."""
+        self._leave(sequence, "error")
+        if sequence.future.done():
             return
-        assert sequence.finish_reason is not None
-        sequence.future.set_result(
-            Turn(
-                request_id=sequence.request.request_id,
-                prompt_token_ids=sequence.request.prompt_token_ids,
-                token_ids=sequence.token_ids,
-                rollout_log_probs=sequence.log_probs,
-                text=models.decode(self.tokenizer, sequence.token_ids),
-                finish_reason=sequence.finish_reason,
-                policy_version=self.policy_version,
-                num_cached_tokens=sequence.num_cached_tokens,
-                start_ns=sequence.start_ns,
-                end_ns=time.time_ns(),
-                replica=self.replica,
-            )
+        if isinstance(error, Exception) and not isinstance(error, EngineError):
+            told = EngineError(f"request {sequence.request.request_id} failed: {models.one_line(error)}")
+            told.__cause__ = error
+            error = told
+        sequence.future.set_exception(error)
+
+    def _fail_damaged(self, sequence: Sequence) -> None:
+        """Fail a request whose logits are not finite, and let nobody have what it computed."""
+        self.cache.clean(sequence.blocks)
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        self._fail(
+            sequence,
+            NonFiniteLogits(
+                f"request {sequence.request.request_id}: the logits after {sequence.num_sampled} sampled tokens are "
+                f"not finite at policy_version {self.policy_version}; the weights are damaged, or overflow in {dtype}: "
+                "resume from an older checkpoint"
+            ),
         )
+
+    def _leave(self, sequence: Sequence, reason: FinishReason) -> Turn:
+        """Take a sequence out of the engine; returns what it has."""
+        del self._live[sequence.request.request_id]
+        self.scheduler.remove(sequence)
+        versions = sequence.versions
+        return Turn(
+            request_id=sequence.request.request_id,
+            prompt_token_ids=sequence.request.prompt_token_ids,
+            token_ids=sequence.tokens[sequence.num_prompt :],
+            rollout_log_probs=sequence.log_probs,
+            text=models.decode(self.tokenizer, sequence.tokens[sequence.num_prompt :]),
+            finish_reason=reason,
+            policy_version=versions[0] if versions else self.policy_version,
+            num_cached_tokens=sequence.num_cached_tokens,
+            start_ns=sequence.start_ns,
+            end_ns=time.time_ns(),
+            replica=self.replica,
+            token_policy_versions=versions if len(set(versions)) > 1 else None,
+            top_log_probs=sequence.top_log_probs if sequence.request.params.num_top_log_probs else None,
+        )
+
+    def _record_state(self) -> None:
+        """A sample of what the engine is doing."""
+        self._sampled_at = time.perf_counter()
+        scheduler = self.scheduler
+        state = EngineState(
+            running=len(scheduler.running),
+            waiting_capacity=len(scheduler.waiting) - scheduler.num_deferred,
+            waiting_deferred=scheduler.num_deferred,
+            kv_usage=self.cache.usage,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            preemptions=scheduler.num_preemptions,
+            awake=self._awake,
+        )
+        serving.record_state(self.name, self.replica, state)
