@@ -33,6 +33,7 @@ WITH current AS (
     arg_max(value, time_ns) FILTER (name = 'kl/coef') AS kl_coef,
     arg_max(value, time_ns) FILTER (name = 'kl/reward') AS kl_reward,
     arg_max(value, time_ns) FILTER (name = 'sampling/groups_dropped') AS sampling_groups_dropped,
+    arg_max(value, time_ns) FILTER (name = 'sampling/failed_rollouts') AS sampling_failed_rollouts,
     arg_max(value, time_ns) FILTER (name = 'sampling/rounds') AS sampling_rounds,
     arg_max(value, time_ns) FILTER (name = 'correction/k1') AS correction_k1,
     arg_max(value, time_ns) FILTER (name = 'correction/k3') AS correction_k3,
