@@ -131,7 +131,7 @@ def shared_prefix_attention(q: Tensor, k: Tensor, v: Tensor, layout: SharedPrefi
     groups, p = layout.prompt_rows.shape
 
     def prompts(x: Tensor) -> Tensor:  # [N, H, D] -> [G, H, P, D]
-        rows = _Pad.apply(x[:num_prompt], layout.prompt_rows, layout.prompt_unpad)
+        rows = Pad.apply(x[:num_prompt], layout.prompt_rows, layout.prompt_unpad)
         return rows.view(groups, p, -1, dim).transpose(1, 2)  # type: ignore[union-attr]
 
     k_prompt, v_prompt = prompts(k), prompts(v)
@@ -139,14 +139,14 @@ def shared_prefix_attention(q: Tensor, k: Tensor, v: Tensor, layout: SharedPrefi
     scores = (q_prompt @ k_prompt.transpose(-1, -2)).view(groups, kv_heads, repeat, p, p)
     weights = _softmax(scores + _causal(p, scores)).view(groups, kv_heads, repeat * p, p)
     rows = (weights @ v_prompt).view(groups, heads, p, dim).transpose(1, 2).reshape(groups * p, heads, dim)
-    out: Tensor = _Unpad.apply(rows, layout.prompt_rows, layout.prompt_unpad)  # type: ignore[assignment]
+    out: Tensor = Unpad.apply(rows, layout.prompt_rows, layout.prompt_unpad)  # type: ignore[assignment]
     if layout.response_rows is None or layout.response_unpad is None:
         return out
 
     _, n, length = layout.response_rows.shape
 
     def responses(x: Tensor) -> Tensor:  # [N, H, D] -> [G, Hkv, n, H / Hkv, L, D]
-        rows = _Pad.apply(x[num_prompt:], layout.response_rows, layout.response_unpad)
+        rows = Pad.apply(x[num_prompt:], layout.response_rows, layout.response_unpad)
         return rows.view(groups, n, length, kv_heads, -1, dim).permute(0, 3, 1, 4, 2, 5)  # type: ignore[union-attr]
 
     q_response, k_response, v_response = responses(q), responses(k)[:, :, :, 0], responses(v)[:, :, :, 0]
@@ -163,10 +163,10 @@ def shared_prefix_attention(q: Tensor, k: Tensor, v: Tensor, layout: SharedPrefi
         groups, kv_heads, n, repeat, length, dim
     )
     rows = total.permute(0, 2, 4, 1, 3, 5).reshape(groups * n * length, heads, dim)
-    return torch.cat([out, _Unpad.apply(rows, layout.response_rows, layout.response_unpad)])
+    return torch.cat([out, Unpad.apply(rows, layout.response_rows, layout.response_unpad)])
 
 
-class _Pad(torch.autograd.Function):
+class Pad(torch.autograd.Function):
     """Packed rows [N, H, D] to padded rows [slots, H, D]; the inverse gather is its backward.
 
     Padding repeats row 0. Its gradient is dropped: as a key it is masked, as a query its output is dropped. A plain
@@ -183,7 +183,7 @@ class _Pad(torch.autograd.Function):
         return grads[0].index_select(0, ctx.saved_tensors[0]), None, None
 
 
-class _Unpad(torch.autograd.Function):
+class Unpad(torch.autograd.Function):
     """Padded rows [slots, H, D] to packed rows [N, H, D]; padding gets a gradient of exactly zero."""
 
     @staticmethod

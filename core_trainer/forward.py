@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from core_trainer.batching import PackedBatch, TrainSample, micro_batches, pack
+from core_trainer.exact import level
 from core_trainer.logprobs import TokenScores, token_scores
 from rlinsight.errors import ModelError
 
@@ -42,8 +43,9 @@ def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def hidden_states(model: PreTrainedModel, batch: PackedBatch) -> Tensor:
     """Hidden states [M, d] of the rows that predict a response token, one for each, before the output layer."""
+    layout = level.layout(model, batch.layout)
     out = model.get_decoder()(
-        input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, layout=batch.layout
+        input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, layout=layout
     )
     return out.last_hidden_state[0].index_select(0, batch.logit_rows)
 
@@ -61,13 +63,23 @@ def scores(
     The output layer runs on the rows that predict a response token only. ``entropy_gradient`` makes the entropy
     differentiable too.
     """
+    hidden = hidden_states(model, batch)
+    return hidden_scores(
+        model, hidden, batch, temperature, entropy_gradient=entropy_gradient, sum_pi_squared=sum_pi_squared
+    )
+
+
+def hidden_scores(
+    model: PreTrainedModel, hidden: Tensor, batch: PackedBatch, temperature: float, **wanted: bool
+) -> TokenScores:
+    """The same from ``hidden_states`` [M, d], with the options of ``token_scores``."""
     return token_scores(
-        hidden_states(model, batch),
+        hidden,
         model.get_output_embeddings().weight,  # type: ignore[union-attr]  # a causal model has an output layer
         batch.targets,
         temperature,
-        entropy_gradient=entropy_gradient,
-        sum_pi_squared=sum_pi_squared,
+        product=level.output_product(model),
+        **wanted,
     )
 
 

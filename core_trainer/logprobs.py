@@ -7,9 +7,11 @@ engine alike.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK_ROWS = 1024  # rows of one output matmul; its logits stay in the compute dtype, 100 MB at 49152 words in bfloat16
@@ -33,14 +35,16 @@ def token_scores(
     *,
     entropy_gradient: bool = False,
     sum_pi_squared: bool = False,
+    product: Callable[[Tensor, Tensor], Tensor] = F.linear,
 ) -> TokenScores:
     """Log-probs of ``targets`` and what else is asked of each row's distribution.
 
     hidden [M, d], weight [V, d], targets [M] int64. ``entropy_gradient`` makes the entropy differentiable, as an
-    entropy bonus needs it: dH / dlogit = -p (log p + H) / temperature.
+    entropy bonus needs it: dH / dlogit = -p (log p + H) / temperature. ``product`` of hidden states and weight gives
+    the logits; an exact level has its own.
     """
     log_probs, entropy, squares = _TokenScores.apply(  # type: ignore[misc]
-        hidden, weight, targets, temperature, entropy_gradient, sum_pi_squared
+        hidden, weight, targets, temperature, entropy_gradient, sum_pi_squared, product
     )
     return TokenScores(log_probs, entropy, squares)
 
@@ -55,13 +59,14 @@ class _TokenScores(torch.autograd.Function):
         temperature: float,
         entropy_gradient: bool,
         sum_pi_squared: bool,
+        product: Callable[[Tensor, Tensor], Tensor],
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         rows = hidden.shape[0]
         log_probs = torch.empty(rows, dtype=torch.float32, device=hidden.device)
         entropy, normaliser = torch.empty_like(log_probs), torch.empty_like(log_probs)
         squares = torch.empty_like(log_probs) if sum_pi_squared else None
         for chunk in _slices(rows, CHUNK_ROWS):
-            chunk_logits = torch.nn.functional.linear(hidden[chunk], weight)
+            chunk_logits = product(hidden[chunk], weight)
             for block in _slices(len(chunk_logits), BLOCK_ROWS):
                 at = slice(chunk.start + block.start, chunk.start + block.stop)
                 scaled, weights, total, normaliser[at] = softmax_parts(chunk_logits[block], temperature)
@@ -84,7 +89,7 @@ class _TokenScores(torch.autograd.Function):
         if ctx.needs_input_grad[1]:  # a frozen output layer, as under LoRA, saves a third of the matmuls
             grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for chunk in _slices(hidden.shape[0], CHUNK_ROWS):
-            logits = torch.nn.functional.linear(hidden[chunk], weight)
+            logits = F.linear(hidden[chunk], weight)
             for block in _slices(len(logits), BLOCK_ROWS):
                 at = slice(chunk.start + block.start, chunk.start + block.stop)
                 # d log p[target] / d logit = onehot - p, scaled by the temperature; written over the logits
@@ -101,7 +106,7 @@ class _TokenScores(torch.autograd.Function):
             grad_hidden[chunk] = logits @ weight
             if grad_weight is not None:
                 grad_weight += logits.T @ hidden[chunk]
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None, None
 
 
 def softmax_parts(logits: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -113,7 +118,8 @@ def softmax_parts(logits: Tensor, temperature: float | Tensor) -> tuple[Tensor, 
     scaled = logits.float() / temperature
     top = scaled.amax(dim=-1, keepdim=True)
     weights = torch.exp(scaled - top)
-    total = weights.sum(dim=-1)
+    # A lone row would be summed in parts, one a thread, and differ in the last bit from the same row among others.
+    total = (weights if len(weights) > 1 else weights.expand(2, -1)).sum(dim=-1)[: len(weights)]
     return scaled, weights, total, top[:, 0] + torch.log(total)
 
 

@@ -22,8 +22,8 @@ from transformers.utils import logging as transformers_logging
 from core_trainer.algorithms.values import value_loss
 from core_trainer.batching import PackedBatch, TrainSample, micro_batches, pack
 from core_trainer.checkpoint import WEIGHTS, copy_model_files, save_optimizer
-from core_trainer.forward import hidden_states
-from core_trainer.logprobs import TokenScores, token_scores
+from core_trainer.forward import hidden_scores, hidden_states
+from core_trainer.logprobs import TokenScores
 from core_trainer.models import load_pretrained
 from core_trainer.optimizer import MasterOptimizer, OptimizerStats
 from rlinsight import names
@@ -84,9 +84,7 @@ def scores_and_values(
 ) -> tuple[TokenScores, Tensor]:
     """What ``forward.scores`` and ``values`` give, from one pass through the backbone that the two share."""
     hidden = hidden_states(model, batch)
-    weight = model.get_output_embeddings().weight  # type: ignore[union-attr]  # a causal model has an output layer
-    scores = token_scores(hidden, weight, batch.targets, temperature, entropy_gradient=entropy_gradient)
-    return scores, head(hidden)
+    return hidden_scores(model, hidden, batch, temperature, entropy_gradient=entropy_gradient), head(hidden)
 
 
 @torch.no_grad()
