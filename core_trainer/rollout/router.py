@@ -61,17 +61,23 @@ class Router:
         """All at once. A replica that does not take them is not used until it does; EngineError when none did."""
         self.policy_version = policy_version
         self._sessions.clear()  # what the old weights computed is of no use
+        start_ns = time.time_ns()
         with ThreadPoolExecutor(len(self.replicas)) as pool:
-            results = list(pool.map(lambda replica: self._sync(replica), self.replicas))
-        synced = [entry for result in results if isinstance(result, list) for entry in result]
-        failed = [error for error in results if isinstance(error, EngineError)]
+            results = list(pool.map(self._sync, self.replicas))
+        synced: list[WeightSync] = []
+        failed: list[tuple[Replica, EngineError]] = []
         for replica, result in zip(self.replicas, results, strict=True):
             if isinstance(result, EngineError):
                 self._failed(replica, result)
+                failed.append((replica, result))
             else:
                 self._works(replica)
+                synced += result
         if len(failed) == len(self.replicas):
-            raise failed[0]
+            raise failed[0][1]
+        for replica, error in failed:  # the caller records those that took them
+            facts = self._facts(replica) | {names.ERROR_TYPE: type(error).__name__}
+            telemetry.record_span(names.WEIGHT_SYNC, start_ns, time.time_ns(), facts, error=error)
         return synced
 
     async def generate(self, request: GenerateRequest) -> Turn:
@@ -176,6 +182,14 @@ class Router:
         except EngineError as error:
             return error
 
+    def _facts(self, replica: Replica) -> dict[str, str | int]:
+        return {
+            names.POLICY_VERSION: self.policy_version,
+            names.ENGINE: self.name,
+            names.REPLICA: replica.name,
+            names.BUCKET: "overhead",
+        }
+
     def _restore_due(self) -> None:
         """Start to bring back those whose time is over."""
         for replica in self.replicas:
@@ -186,21 +200,16 @@ class Router:
     async def _restore(self, replica: Replica) -> None:
         """Give a replica the weights again, in a thread; if it takes them it may be used."""
         try:
-            attributes = {
-                names.POLICY_VERSION: self.policy_version,
-                names.ENGINE: self.name,
-                names.REPLICA: replica.name,
-                names.BUCKET: "overhead",
-            }
-            with telemetry.span(names.WEIGHT_SYNC, attributes) as span:
+            with telemetry.span(names.WEIGHT_SYNC, self._facts(replica)) as span:
                 result = await asyncio.to_thread(self._sync, replica)
-                if not isinstance(result, EngineError):
-                    span.set({names.BYTES: sum(entry.moved for entry in result)})
-            if isinstance(result, EngineError):
-                replica.out_until = None
-                self._failed(replica, result)
-            else:
-                self._works(replica)
+                if isinstance(result, EngineError):
+                    span.set({names.ERROR_TYPE: type(result).__name__})
+                    raise result
+                span.set({names.BYTES: sum(entry.moved for entry in result)})
+            self._works(replica)
+        except EngineError as error:
+            replica.out_until = None
+            self._failed(replica, error)
         finally:
             replica.restoring = None
 

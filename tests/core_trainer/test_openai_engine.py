@@ -21,10 +21,11 @@ from core_trainer.rollout.build import build_engine
 from core_trainer.rollout.engine import Chunk, GenerateRequest
 from core_trainer.rollout.router import Router
 from core_trainer.types import SamplingParams, Turn
-from rlinsight import config, preflight
+from rlinsight import config, names, preflight, telemetry
 from rlinsight.errors import ConfigError, EngineError, RequestRefused
 from tests.core_trainer.scripted_server import Fault, ScriptedServer, Style
 from tests.core_trainer.test_shared_prefix import make_sample
+from tests.scripted_collector import Collector, attributes, running
 
 PROMPT = (5, 17, 300, 42, 8)
 STYLES: dict[Style, str] = {"vllm": "vllm", "placeholders": "vllm", "llama.cpp": "other", "sglang": "sglang"}
@@ -151,6 +152,29 @@ def test_requests_carry_trace_key_and_name(lively: Path, policy: PreTrainedModel
     headers = server.of("/v1/completions")[-1].headers
     assert (headers["traceparent"], headers["x-request-id"]) == (trace, "r7")
     assert headers["authorization"] == "Bearer secret"
+
+
+def test_a_request_is_recorded_under_its_turn(
+    scripted: ScriptedServer, policy: PreTrainedModel, lively: Path, tmp_path: Path
+) -> None:
+    """With its times as seen from here; and how many requests the server had, at the beginning and the end."""
+    with running(Collector()) as collector:
+        telemetry.setup("policy", spool_dir=tmp_path, run_id="r", attempt=1, endpoint=collector.url)
+        try:
+            engine = ready(scripted, policy, lively)
+            carrier = telemetry.new_carrier()
+            generate(engine, [GenerateRequest("r7", PROMPT, SamplingParams(5), carrier, {names.ROLLOUT_ID: "g-r0"})])
+        finally:
+            assert telemetry.shutdown(10)
+    (span,) = [span for span in collector.spans() if span.name == names.ENGINE_REQUEST]
+    assert f"00-{span.trace_id.hex()}-{span.parent_span_id.hex()}-01" == carrier["traceparent"]
+    facts = attributes(span.attributes)
+    assert (facts[names.ROLLOUT_ID], facts[names.REQUEST_ID], facts[names.ENGINE]) == ("g-r0", "r7", "openai")
+    assert (facts[names.INPUT_TOKENS], facts[names.OUTPUT_TOKENS], facts[names.CACHED_TOKENS]) == (5, 5, 3)
+    assert 0 < facts[names.TTFT_S] < facts[names.E2E_S]
+    assert facts[names.E2E_S] == pytest.approx(facts[names.TTFT_S] + facts[names.DECODE_S])
+    states = [attributes(event.attributes)[names.RUNNING] for event in collector.events(names.ENGINE_SAMPLE)]
+    assert (states[0], states[-1]) == (1, 0)
 
 
 # Weights --------------------------------------------------------------------------------------------------------------
@@ -340,7 +364,7 @@ def test_workers_share_servers(policy: PreTrainedModel, lively: Path) -> None:
     data = config.DataSection(train="d.jsonl", max_prompt_tokens=64)
     tokenizer = models.load_tokenizer(lively)
     with ScriptedServer(lively).running() as a, ScriptedServer(lively).running() as b:
-        names = [server.url.removeprefix("http://") for server in (a, b)]
+        addresses = [server.url.removeprefix("http://") for server in (a, b)]
 
         def share(urls: list[str], rank: int, world_size: int) -> list[str]:
             section = config.RolloutSection(engine="openai", openai={"urls": urls})  # type: ignore[arg-type]
@@ -348,9 +372,9 @@ def test_workers_share_servers(policy: PreTrainedModel, lively: Path) -> None:
             assert isinstance(engine, Router)
             return [replica.name for replica in engine.replicas]
 
-        assert share([a.url, b.url], 0, 1) == names
-        assert [share([a.url, b.url], rank, 2) for rank in (0, 1)] == [names[:1], names[1:]]
-        assert [share([a.url, b.url], rank, 3) for rank in (0, 1, 2)] == [names[:1], names[1:], names[:1]]
+        assert share([a.url, b.url], 0, 1) == addresses
+        assert [share([a.url, b.url], rank, 2) for rank in (0, 1)] == [addresses[:1], addresses[1:]]
+        assert [share([a.url, b.url], rank, 3) for rank in (0, 1, 2)] == [addresses[:1], addresses[1:], addresses[:1]]
 
 
 # Faults ---------------------------------------------------------------------------------------------------------------

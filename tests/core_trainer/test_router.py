@@ -17,8 +17,10 @@ from core_trainer.rollout import router as router_module
 from core_trainer.rollout.engine import Chunk, GenerateRequest, WeightSync
 from core_trainer.rollout.router import SPILL_RATIO, SPILL_REQUESTS, Router
 from core_trainer.types import SamplingParams, Turn
+from rlinsight import names, telemetry
 from rlinsight.errors import EngineError, RequestRefused
 from tests.core_trainer.scripted_server import Fault, ScriptedServer
+from tests.scripted_collector import Collector, attributes, running
 
 
 @dataclass
@@ -364,6 +366,35 @@ def test_a_replica_without_the_new_weights_gets_no_request() -> None:
     a.refuses_weights = b.refuses_weights = c.refuses_weights = True
     with pytest.raises(EngineError, match="takes none"):
         router.sync_weights(3)
+
+
+def test_the_trace_shows_who_did_not_take_the_weights(tmp_path: Path) -> None:
+    """At a sync that others took, and when a replica is brought back in vain, then with success."""
+    clock = Clock()
+    with running(Collector()) as collector:
+        telemetry.setup("policy", spool_dir=tmp_path, run_id="r", attempt=1, endpoint=collector.url)
+        try:
+            router, (_, b) = make(2, clock)
+            b.refuses_weights = True
+            router.sync_weights(1)
+            for refuses in (True, False):
+                clock.now += 10
+                b.refuses_weights = refuses
+
+                async def restore() -> None:
+                    await router.generate(ask())
+                    await asyncio.sleep(0.1)
+
+                asyncio.run(restore())
+        finally:
+            assert telemetry.shutdown(10)
+    found = [(span.status.code, attributes(span.attributes)) for span in collector.spans()]
+    told = [
+        (code, facts[names.REPLICA], facts[names.POLICY_VERSION], facts.get(names.ERROR_TYPE)) for code, facts in found
+    ]
+    failed = (2, "e1", 1, "EngineError")
+    assert told == [failed, failed, (0, "e1", 1, None)]
+    assert found[2][1][names.BYTES] == 10
 
 
 def test_a_request_avoids_the_replicas_that_failed_on_it() -> None:
