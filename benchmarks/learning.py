@@ -1,12 +1,13 @@
 """Does every recipe learn? Trains a tiny random model with each preset on a task it can solve, over several seeds.
 
-    python benchmarks/learning.py [--presets grpo ppo ...] [--seeds 1 2 3] [--steps 50]
+    python benchmarks/learning.py [--presets grpo ppo ...] [--seeds 1 2 3] [--steps 50] [--folder DIR]
 
 The task: answer arithmetic whose result is odd with the letter e, and other arithmetic with the letter o, eight of them
 in twelve tokens. The model starts from random weights and scores about 0.25 by chance; 1 is a perfect answer, and a
 policy that ignores the prompt can reach 0.5. A recipe solves it when the reward of its last five steps is at least 0.8
-in the mean over seeds. Results go to benchmarks/results/learning.md. Uses the ``rlinsight`` command as a user would,
-and SQL to read the outcome.
+in the mean over seeds. ``--folder`` keeps the runs, and those that are whole there are not trained again; several
+processes can work on different presets in one. Results go to benchmarks/results/learning.md. Uses the ``rlinsight``
+command as a user would, and SQL to read the outcome.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def letters(prompt, response, answer):
 CURVE = """
 SELECT list(m.reward_mean ORDER BY m.step) AS rewards, sum(s.end_ns - s.start_ns) / 1e9 AS seconds
 FROM train_metrics m JOIN steps s USING (run_id, step) WHERE m.run_id LIKE ? || '-%'
+GROUP BY m.run_id ORDER BY count(*) DESC, m.run_id DESC LIMIT 1
 """
 
 
@@ -50,14 +52,18 @@ def main() -> None:
     parser.add_argument("--presets", nargs="+", default=list(get_args(Preset)), choices=get_args(Preset))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--folder", type=Path, help="keep the runs here and take those that are whole from it")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/learning.md")
     options = parser.parse_args()
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        model = make_tiny_model(Path(folder) / "model")
-        (Path(folder) / "reward.py").write_text(REWARD)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (options.folder or Path(temporary)).absolute()
+        model = folder / "model"
+        if not model.exists():
+            make_tiny_model(model)
+        (folder / "reward.py").write_text(REWARD)
         for preset in options.presets:
-            runs = [train(Path(folder), model, preset, seed, options.steps) for seed in options.seeds]
+            runs = [train(folder, model, preset, seed, options.steps) for seed in options.seeds]
             rows.append((preset, runs))
             print(row(preset, runs), file=sys.stderr)
     options.output.write_text(report(rows, options))
@@ -83,12 +89,21 @@ def train(folder: Path, model: Path, preset: str, seed: int, steps: int) -> dict
     }
     if preset == "ppo":
         tree["algorithm"]["critic"] = {"type": "model", "learning_rate": 2e-3}
+    database = folder / "store.duckdb"
+    if database.exists() and (found := curve(database, name)) and len(found["rewards"]) == steps:
+        return found
     file = folder / f"{name}.yaml"
     file.write_text(yaml.safe_dump(tree))
     command = [Path(sys.executable).parent / "rlinsight", "train", file]
     subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    (found,) = store.query(CURVE, store=folder / "store.duckdb", params=[name]).to_pylist()
+    found = curve(database, name)
+    assert found is not None, "the run has just finished"
     return found
+
+
+def curve(database: Path, name: str) -> dict[str, Any] | None:
+    """Rewards by step and the seconds of all steps, of the longest run of that name."""
+    return next(iter(store.query(CURVE, store=database, params=[name]).to_pylist()), None)
 
 
 def row(preset: str, runs: list[dict[str, Any]]) -> str:
