@@ -1,8 +1,8 @@
 """Attention over packed tokens, registered with transformers under the name ``rlinsight``.
 
 Owns two computations, chosen by the ``layout`` object a caller passes through the model's keyword arguments:
-``SharedPrefixLayout`` (training and prefill: prompts once per group, responses attending to their prompt and
-themselves) and anything else with an ``attend`` method (the rollout engine's decode step over its KV cache).
+``SharedPrefixLayout`` (training: prompts once per group, responses attending to their prompt and themselves) and
+anything else with an ``attend`` method (the rollout engine's passes over its KV cache).
 
 Scores are taken in the compute dtype and normalised in float32. Plain matmul and softmax: on CPU the backward of fused
 attention in bfloat16 takes twice as long.
@@ -22,27 +22,12 @@ from rlinsight.errors import ModelError
 NAME = "rlinsight"
 
 
-class DecodeLayout(Protocol):
+class EngineLayout(Protocol):
     """A rollout engine's own attention: stores keys and values, returns the attended values."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """query [Hq, N, D], key and value [Hkv, N, D] -> [N, Hq, D]."""
         ...
-
-
-class PrefillLayout:
-    """Prompts alone; keeps every layer's keys and values [Hkv, N, D] for the engine's cache."""
-
-    def __init__(self, layout: SharedPrefixLayout) -> None:
-        self.layout = layout
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Causal attention inside each prompt."""
-        self.keys.append(key)
-        self.values.append(value)
-        return shared_prefix_attention(query, key, value, self.layout, scaling)
 
 
 def enable(model: PreTrainedModel) -> None:
@@ -107,7 +92,7 @@ def _forward(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float,
-    layout: SharedPrefixLayout | DecodeLayout,
+    layout: SharedPrefixLayout | EngineLayout,
     **_kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention signature: query [1, Hq, N, D], key and value [1, Hkv, N, D] -> [1, N, Hq, D]."""

@@ -174,12 +174,6 @@ def pack(samples: Sequence[TrainSample], device: torch.device | str = "cpu") -> 
     )
 
 
-def prompt_layout(prompt_lengths: Sequence[int], device: torch.device | str = "cpu") -> SharedPrefixLayout:
-    """Layout of a pass over prompts alone, as prefill uses it."""
-    layout, _, _ = _layout(prompt_lengths, [])
-    return _to(layout, device)
-
-
 def _layout(
     prompt_lengths: Sequence[int], response_lengths: Sequence[Sequence[int]]
 ) -> tuple[SharedPrefixLayout, list[int], list[list[int]]]:
