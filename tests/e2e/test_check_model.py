@@ -25,7 +25,7 @@ HAS_VLLM = importlib.util.find_spec("vllm") is not None
 
 def check(folder: Path, model: str | Path, *options: str) -> subprocess.CompletedProcess[str]:
     """The command in a folder of its own, on few prompts."""
-    small = ["--prompts", "4", "--new-tokens", "6", "--concurrency", "1,2", "--dtype", "float32"]
+    small = ["--prompts", "4", "--new-tokens", "4", "--concurrency", "2,8", "--dtype", "float32"]
     return subprocess.run(
         [COMMAND, "check-model", str(model), "--store", str(folder / "s.duckdb"), *small, *options],
         cwd=folder, capture_output=True, text=True, timeout=280,
@@ -60,7 +60,7 @@ def test_a_good_model_passes_and_is_recorded(tmp_path: Path, tiny_model: Path) -
     assert (native["parity"], native["divergent_prompt"]) == (1.0, None)
     assert vllm["parity"] is None
     ladder = rows(tmp_path, "SELECT * FROM model_check_latency ORDER BY concurrency")
-    assert [(row["concurrency"], row["num_requests"]) for row in ladder] == [(1, 8), (2, 8)]
+    assert [(row["concurrency"], row["num_requests"]) for row in ladder] == [(2, 8), (8, 32)]
     for row in ladder:
         assert row["check_id"] == native["check_id"]
         assert 0 < row["ttft_p50_s"] <= row["ttft_p90_s"] <= row["ttft_p99_s"] < 60
@@ -102,19 +102,18 @@ def test_both_engines_pass(tmp_path: Path) -> None:
     assert (vllm["parity"], vllm["status"]) == (1.0, "ok")
     assert vllm["max_log_prob_gap"] < 1e-4
     ladder = rows(tmp_path, "SELECT part, concurrency FROM model_check_latency ORDER BY ALL")
-    assert [tuple(row.values()) for row in ladder] == [("native", 1), ("native", 2), ("vllm", 1), ("vllm", 2)]
+    assert [tuple(row.values()) for row in ladder] == [("native", 2), ("native", 8), ("vllm", 2), ("vllm", 8)]
 
 
-@pytest.mark.skipif(HAS_VLLM, reason="asks what is said where vLLM is missing")
-def test_an_engine_that_was_asked_for_must_be_there(tmp_path: Path, tiny_model: Path) -> None:
-    """Exit 1, and the row says why."""
-    done = check(tmp_path, tiny_model, "--engines", "vllm")
-    assert done.returncode == 1, done.stderr
-    assert done.stdout.splitlines()[-1].startswith("NOT OK: training agree")
-    assert rows(tmp_path, "SELECT part, status FROM model_checks ORDER BY time_ns") == [
-        {"part": "training", "status": "ok"},
-        {"part": "vllm", "status": "not installed"},
-    ]
+@pytest.mark.parametrize(("asked", "passed"), [([], True), (["native"], True), (["native", "vllm"], False)])
+def test_an_engine_that_was_asked_for_must_be_there(asked: list[str], passed: bool) -> None:
+    """What is not installed fails the check of whoever named it, and no other."""
+    reports = [Report("training", "ok"), Report("native", "ok"), Report("vllm", "not installed", "run: make vllm")]
+    check = check_model.Check("c", "m", reports, frozenset(asked))
+    assert check.passed == passed
+    words = "OK" if passed else "NOT OK"
+    told = f"{words}: training, native agree with transformers; vllm not checked: not installed"
+    assert check_model.render(check)[-1] == told
 
 
 def test_a_part_that_takes_too_long_is_ended(tmp_path: Path, tiny_model: Path) -> None:
