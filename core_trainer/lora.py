@@ -24,6 +24,7 @@ from rlinsight.errors import CheckpointError, ModelError
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"  # the names peft looks for
 _ADAPTER = "default"  # peft's name of an adapter; ours is the only one
+NO_COPIES: Mapping[int, Tensor] = {}
 
 
 def wrap(model: PreTrainedModel, section: LoraSection, seed: int) -> None:
@@ -81,20 +82,30 @@ def disabled(model: nn.Module) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-def merged_weight(layer: Any) -> Tensor:
-    """W + scaling B A of an adapted layer, added in float32 and rounded once to the dtype of W."""
-    weight, a, b = (x.weight.detach() for x in (layer.base_layer, layer.lora_A[_ADAPTER], layer.lora_B[_ADAPTER]))
+def parts(layer: Any) -> list[Tensor]:
+    """W, A and B of an adapted layer."""
+    return [x.weight for x in (layer.base_layer, layer.lora_A[_ADAPTER], layer.lora_B[_ADAPTER])]
+
+
+def merged_weight(layer: Any, copies: Mapping[int, Tensor] = NO_COPIES) -> Tensor:
+    """W + scaling B A of an adapted layer, added in float32 and rounded once to the dtype of W.
+
+    ``copies`` stand for parameters, by their ids.
+    """
+    weight, a, b = (copies.get(id(part), part).detach() for part in parts(layer))
     return torch.addmm(weight.float(), b.float(), a.float(), alpha=layer.scaling[_ADAPTER]).to(weight.dtype)
 
 
-def merged_state(model: nn.Module) -> dict[str, Tensor]:
+def merged_state(model: nn.Module, copies: Mapping[int, Tensor] = NO_COPIES) -> dict[str, Tensor]:
     """Parameters under the names they have without adapters, adapters added to the weights; tied ones once.
 
-    A model without adapters gives its own parameters.
+    A model without adapters gives its own parameters. ``copies`` stand for parts of adapted layers, by their ids.
     """
     weights = {f"{name}.base_layer.weight": layer for name, layer in adapted(model).items()}
     return {
-        name.replace(".base_layer.", "."): merged_weight(weights[name]) if name in weights else parameter.detach()
+        name.replace(".base_layer.", "."): merged_weight(weights[name], copies)
+        if name in weights
+        else parameter.detach()
         for name, parameter in model.named_parameters()
         if not _of_adapter(name)
     }

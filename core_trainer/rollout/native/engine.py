@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from core_trainer import models
-from core_trainer.rollout import serving
+from core_trainer.rollout import checksum, serving
 from core_trainer.rollout.engine import Chunk, GenerateRequest, WeightSync
 from core_trainer.rollout.native.attention import PagedDecode, PagedPrefill
 from core_trainer.rollout.native.kv_cache import KVCache, blocks_for
@@ -86,7 +86,9 @@ class NativeEngine:
         self.cache.forget()
         in_flight = len(self._live)
         refreshed = self._packed.refresh()
-        return [WeightSync(self.replica, 0, refreshed, "keep" if in_flight else "wait", in_flight)]
+        mode = "keep" if in_flight else "wait"
+        served = checksum.of(self._packed.served())
+        return [WeightSync(self.replica, 0, refreshed, mode, in_flight, checksum_served=served)]
 
     async def generate(self, request: GenerateRequest) -> Turn:
         """Sample one request. Raises EngineError if it cannot fit, or fails while it is sampled."""

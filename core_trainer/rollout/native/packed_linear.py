@@ -34,6 +34,7 @@ class PackedLinears:
     """
 
     def __init__(self, model: nn.Module, merge_adapters: bool) -> None:
+        self._model, self._merges = model, merge_adapters
         merged = list(lora.adapted(model).values()) if merge_adapters else []
         inside = {id(part) for layer in merged for part in layer.modules()}
         linear = [m for m in model.modules() if type(m) is nn.Linear and id(m) not in inside and _packable(m.weight)]
@@ -52,6 +53,28 @@ class PackedLinears:
                 rewritten += sum(weight.nbytes for weight in weights)
                 self._products[index] = _Together(weights, biases)
         return rewritten
+
+    def served(self) -> Iterator[tuple[str, Tensor]]:
+        """What the model computes with in here, as named by ``lora.merged_state``: copies are read back, weights that
+        have none are the model's own. One layer's copy is read back at a time, but for adapters that stay apart.
+        """
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        adapted = [] if self._merges else lora.adapted(self._model).values()
+        apart = {id(part) for layer in adapted for part in lora.parts(layer)}
+        parts, copied = {}, set()
+        for index, group in enumerate(self._groups):
+            for layer, weight, bias in zip(group, *self._products[index].held(), strict=True):
+                linear = layer if _plain(layer) else layer.base_layer
+                for parameter, copy in ((linear.weight, weight), (linear.bias, bias)):
+                    if id(parameter) in apart:  # the layer computes with their sum
+                        parts[id(parameter)] = copy
+                    elif parameter is not None and copy is not None:
+                        name = names[id(parameter)].replace(".base_layer.", ".")
+                        copied.add(name)
+                        yield name, copy
+        for name, weight in lora.merged_state(self._model, parts).items():
+            if name not in copied:
+                yield name, weight
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -80,12 +103,20 @@ class _Together:
                 bias = torch.cat(
                     [x.new_zeros(len(x)) if b is None else b for x, b in zip(weights, biases, strict=True)]
                 )
-        self._product = _product(weight, bias)
+        self._weight = _packed_weight(weight)
+        self._bias = bias
+        self._product = _product(self._weight, bias)
         self._input: Tensor | None = None
         self._parts: Sequence[Tensor] = ()
         self.forwards: list[Product] = [self._product]
         if len(weights) > 1:
             self.forwards = [partial(self._part, i) for i in range(len(weights))]
+
+    def held(self) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
+        """Weights and biases by layer, out of the copies."""
+        weight = self._weight.to_dense() if self._weight.is_mkldnn else self._weight
+        biases = [None] * len(self._sizes) if self._bias is None else self._bias.split(self._sizes)
+        return weight.split(self._sizes), biases
 
     def forget(self) -> None:
         """Let go of the last input and its products."""
@@ -132,9 +163,13 @@ def _packable(weight: Tensor) -> bool:
     )
 
 
+def _packed_weight(weight: Tensor) -> Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_ROWS) if _packable(weight) else weight
+
+
 def _product(weight: Tensor, bias: Tensor | None) -> Product:
-    if _packable(weight):
-        return partial(_packed, torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_ROWS), bias)
+    if weight.is_mkldnn:
+        return partial(_packed, weight, bias)
     return partial(F.linear, weight=weight, bias=bias)
 
 
