@@ -41,7 +41,8 @@ GAP_NOISE = 1e-3  # what a gap may grow to whatever it usually is
 class Answer:
     """A request while its answer comes in."""
 
-    start_ns: int
+    policy_version: int  # when it was asked; weights change only when no answer is under way
+    start_ns: int = field(default_factory=time.time_ns)
     first_ns: int | None = None  # of its first token
     last_ns: int | None = None
     token_ids: list[int] = field(default_factory=list)
@@ -161,7 +162,7 @@ class OpenAIEngine:
 
     async def _chunks(self, request: GenerateRequest, stream: bool) -> AsyncGenerator[Chunk, None]:
         self._check_length(request)
-        answer = self._answers[request.request_id] = Answer(time.time_ns())
+        answer = self._answers[request.request_id] = Answer(self.policy_version)
         self._record_state()
         try:
             async with aclosing(self._deltas(request, answer, stream)) as deltas:
@@ -221,7 +222,7 @@ class OpenAIEngine:
             rollout_log_probs=answer.log_probs,
             text=models.decode(self.tokenizer, answer.token_ids),
             finish_reason=answer.finish_reason or "abort",
-            policy_version=self.policy_version,
+            policy_version=answer.policy_version,
             num_cached_tokens=answer.num_cached_tokens,
             start_ns=answer.start_ns,
             end_ns=time.time_ns(),
@@ -298,7 +299,7 @@ class OpenAIEngine:
         """Log-probs of a short answer: the server's, and the trainer's after and before the temperature."""
         prompt = tuple(self.tokenizer(PROBE, add_special_tokens=False)["input_ids"])
         request = GenerateRequest(f"probe-{time.time_ns()}", prompt, params)
-        answer = Answer(time.time_ns())
+        answer = Answer(self.policy_version)
         told = self.server.call("POST", self.dialect.path, self.dialect.body(request, self.served_model, (), False))
         try:
             answer.add(self._read(request, answer, json.dumps(told)))

@@ -54,9 +54,9 @@ class Server:
 
     @property
     def name(self) -> str:
-        """Host and port, its name in telemetry."""
+        """Host, port and path, its name in telemetry."""
         url = httpx.URL(self.url)
-        return f"{url.host}:{url.port or (443 if url.scheme == 'https' else 80)}"
+        return f"{url.host}:{url.port or (443 if url.scheme == 'https' else 80)}{url.path.rstrip('/')}"
 
     def call(self, method: str, path: str, body: Any = None, **params: Any) -> dict[str, Any]:
         """A control call's JSON object; an empty one when it answers something else. Raises EngineError."""

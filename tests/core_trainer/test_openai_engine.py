@@ -28,7 +28,7 @@ from tests.core_trainer.test_shared_prefix import make_sample
 from tests.scripted_collector import Collector, attributes, running
 
 PROMPT = (5, 17, 300, 42, 8)
-STYLES: dict[Style, str] = {"vllm": "vllm", "placeholders": "vllm", "llama.cpp": "other", "sglang": "sglang"}
+STYLES: dict[str, str] = {"vllm": "vllm", "placeholders": "vllm", "llama.cpp": "other", "sglang": "sglang"}
 
 
 @pytest.fixture(scope="module")

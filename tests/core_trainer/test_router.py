@@ -11,13 +11,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import PreTrainedModel
 
 from core_trainer import attention, models
 from core_trainer.rollout import router as router_module
+from core_trainer.rollout.build import build_engine
 from core_trainer.rollout.engine import Chunk, GenerateRequest, WeightSync
 from core_trainer.rollout.router import SPILL_RATIO, SPILL_REQUESTS, Router
-from core_trainer.types import SamplingParams, Turn
-from rlinsight import names, telemetry
+from core_trainer.rollout.sample import Sampler, make_groups
+from core_trainer.types import Prompt, Rollout, SamplingParams, Turn
+from rlinsight import config, names, telemetry
 from rlinsight.errors import EngineError, RequestRefused
 from tests.core_trainer.scripted_server import Fault, ScriptedServer
 from tests.scripted_collector import Collector, attributes, running
@@ -174,7 +177,7 @@ def test_sessions_are_spread() -> None:
     asyncio.run(run())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     loads=st.lists(st.integers(0, 5000), min_size=1, max_size=6),
     out=st.sets(st.integers(0, 5)),
@@ -205,7 +208,7 @@ def test_the_choice_keeps_its_rules(loads: list[int], out: set[int], avoid: set[
         assert index == usual % len(loads)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 200), st.booleans()), max_size=40), st.randoms())
 def test_load_is_given_back_whatever_happens(requests: list[tuple[int, int, bool]], random: object) -> None:
     """Answered, failed, refused or cancelled, in any order."""
@@ -417,25 +420,55 @@ async def all_of(router: Router, count: int) -> list[Turn]:
 # With servers ---------------------------------------------------------------------------------------------------------
 
 
+def over(servers: list[ScriptedServer], directory: Path) -> tuple[Router, PreTrainedModel]:
+    """The router a run has over these servers, which have the weights of its policy."""
+    policy = models.load_model(directory, torch.float32)
+    attention.enable(policy)
+    tree = {"engine": "openai", "openai": {"urls": [server.url for server in servers]}}
+    data = config.DataSection(train="d.jsonl", max_prompt_tokens=64)
+    tokenizer = models.load_tokenizer(directory)
+    router = build_engine(config.RolloutSection.model_validate(tree), data, policy, tokenizer, directory)
+    assert isinstance(router, Router)
+    router.sync_weights(0)
+    return router, policy
+
+
+def test_a_server_that_dies_for_good_costs_no_rollout(tiny_model: Path) -> None:
+    """Its requests break off in the middle and are made on the other one; every rollout comes back whole."""
+    first, second = ScriptedServer(tiny_model), ScriptedServer(tiny_model)
+    with second.running():
+        first.start()
+        router, policy = over([first, second], tiny_model)
+        first.script = [Fault(drop_after=1)] * 100
+        section = config.RolloutSection.model_validate({"retries": 2, "request_timeout_s": 60})
+        sampler = Sampler(router, section, "tiny", policy.config.vocab_size, str)
+        prompts = [Prompt(f"p/{i}", "p", f"text {i}", (i, 1, 2), None) for i in range(4)]
+
+        async def run() -> list[Rollout]:
+            sampling = asyncio.create_task(sampler.sample(make_groups(prompts, 2, 0, 1, 1), SamplingParams(4)))
+            while len(first.of("/v1/completions")) == 1:  # the probe's
+                await asyncio.sleep(0.001)
+            await asyncio.to_thread(first.die)
+            return await sampling
+
+        rollouts = asyncio.run(run())
+    assert len(rollouts) == 8
+    assert {rollout.turns[0].replica for rollout in rollouts} == {router.replicas[1].name}
+    assert router.replicas[0].out_until is not None
+    for rollout in rollouts:
+        assert rollout.error is None
+        assert len(rollout.turns[0].rollout_log_probs) == len(rollout.turns[0].token_ids) > 0
+
+
 def test_a_server_that_was_started_anew_gets_the_weights_first(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It dies in the middle of an answer and comes back with the weights it began with. Nothing stale is sampled."""
-    from core_trainer.rollout.build import build_engine
-    from rlinsight import config
 
     monkeypatch.setattr(router_module, "FIRST_BACKOFF_S", 0.2)
-    policy = models.load_model(tiny_model, torch.float32)
-    attention.enable(policy)
-    tokenizer = models.load_tokenizer(tiny_model)
     first, second = ScriptedServer(tiny_model), ScriptedServer(tiny_model)
     with first.running(), second.running():
-        section = config.RolloutSection(engine="openai", openai={"urls": [first.url, second.url]})  # type: ignore[arg-type]
-        engine = build_engine(
-            section, config.DataSection(train="d.jsonl", max_prompt_tokens=64), policy, tokenizer, tiny_model
-        )
-        assert isinstance(engine, Router)
-        engine.sync_weights(0)
+        engine, policy = over([first, second], tiny_model)
         with torch.no_grad():
             policy.get_input_embeddings().weight.mul_(1.3)
         assert len(engine.sync_weights(1)) == 2

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,7 @@ def vllm_server(large_headed: Path, tmp_path_factory: pytest.TempPathFactory) ->
     command += ["--logprobs-mode", "processed_logprobs", "--enable-prompt-tokens-details", "--enforce-eager"]
     command += ["--served-model-name", "policy", "--block-size", "32", "--generation-config", "vllm"]
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # the trainer needs the cores too
     with log.open("w") as output:
         process = subprocess.Popen(
             command, env=os.environ | environment, stdout=output, stderr=output, start_new_session=True
@@ -88,11 +90,15 @@ def vllm_server(large_headed: Path, tmp_path_factory: pytest.TempPathFactory) ->
         yield f"http://127.0.0.1:{port}"
     finally:
         os.killpg(process.pid, signal.SIGTERM)
-        process.wait(30)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(30)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 600
     while time.monotonic() < deadline:
         assert process.poll() is None, log.read_text()[-3000:]
         try:
@@ -123,6 +129,7 @@ def generate(engine: Router, requests: list[GenerateRequest]) -> list[Turn]:
 
 
 @needs_vllm
+@pytest.mark.timeout(1200)  # with the server's start
 def test_a_vllm_server_samples_what_the_policy_says(vllm_server: str, large_headed: Path) -> None:
     """Log-probs are the trainer's before and after a sync, seeds decide, cached tokens count, aborts are heeded."""
     engine, policy = connect(vllm_server, large_headed)
@@ -162,6 +169,7 @@ def test_a_vllm_server_samples_what_the_policy_says(vllm_server: str, large_head
 
 
 @needs_vllm
+@pytest.mark.timeout(1200)  # with the server's start
 def test_train_on_a_vllm_server(vllm_server: str, large_headed: Path, tmp_path: Path) -> None:
     """A whole run on a server that was there before it and is there after."""
     project = Project(tmp_path, large_headed)
