@@ -91,7 +91,8 @@ class Cluster:
         if own_critic is not None:
             self.critic = self._spawn(WorkerGroup(CriticWorker, CRITIC, workers, job, config, own_critic, resource))
         self.reward.call("start", [*prompts, *(prompt for each in self.validation_sets for prompt in each.prompts)])
-        self.policy.call("start", model_dir, job.resume, free_port() if workers > 1 else None)
+        servers = self._start_servers(model_dir, resource) if config.rollout.engine == "vllm_server" else []
+        self.policy.call("start", model_dir, job.resume, free_port() if workers > 1 else None, servers)
         if self.reference is not None:
             self.reference.call("start", model_dir)
         if self.critic is not None:
@@ -102,6 +103,16 @@ class Cluster:
             self.sampler.load_state_dict(state.sampler)
             self.policy_version = self.policy.call("version")[0]
         self.ledger = self.policy.call("sync_weights")
+
+    def _start_servers(self, model_dir: Path, resource: dict[names.Name, str]) -> list[Any]:
+        """The run's own vLLM servers; their addresses."""
+        from core_trainer.rollout.vllm.servers import VllmServerWorker
+
+        config, section = self.config, self.config.rollout.vllm
+        self.reporter.stage(f"{section.replicas} vLLM servers")
+        gpus = float(section.tensor_parallel_size) if torch.cuda.is_available() else 0.0  # untested
+        group = WorkerGroup(VllmServerWorker, "vllm", section.replicas, self.job, config, resource, num_gpus=gpus)
+        return self._spawn(group).call("start", model_dir)
 
     def _spawn(self, group: WorkerGroup) -> WorkerGroup:
         self._groups.append(group)

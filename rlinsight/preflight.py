@@ -36,8 +36,10 @@ def _check_engine(config: Config) -> None:
     engine = config.rollout.engine
     if engine == "openai":
         _check_servers(config)
-    if engine == "vllm" and not _installed("vllm"):
-        raise ConfigError("rollout.engine=vllm: vLLM is not installed; run: make vllm (docs/vllm.md has other ways)")
+    if engine in ("vllm", "vllm_server") and not _installed("vllm"):
+        raise ConfigError(
+            f"rollout.engine={engine}: vLLM is not installed; run: make vllm (docs/vllm.md has other ways)"
+        )
 
 
 def _check_servers(config: Config) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -12,6 +14,9 @@ from core_trainer.rollout.engine import RolloutEngine
 from core_trainer.rollout.native.engine import NativeEngine
 from core_trainer.types import SamplingParams
 from rlinsight.config import DataSection, RolloutSection
+
+if TYPE_CHECKING:
+    from core_trainer.rollout.vllm.servers import Address
 
 
 def build_engine(
@@ -24,12 +29,13 @@ def build_engine(
     replica: str = "policy/0",
     rank: int = 0,
     world_size: int = 1,
+    servers: Sequence[Address] = (),
 ) -> RolloutEngine:
     """The engine ``rollout.engine`` names, over ``model``; serves its weights once ``sync_weights`` was called.
 
     ``model_dir`` is where the model came from. ``merge_adapters`` false makes the native engine compute adapters apart;
-    others get merged weights always. ``replica`` is the name in telemetry of an engine in this process. Of servers a
-    worker gets its share by ``rank`` of ``world_size``.
+    others get merged weights always. ``replica`` is the name in telemetry of an engine in this process. Of servers,
+    and of ``servers`` that the run has started, a worker gets its share by ``rank`` of ``world_size``.
     """
     stop_token_ids = models.end_of_turn_ids(model.generation_config, tokenizer)
     if rollout.engine == "native":
@@ -38,7 +44,9 @@ def build_engine(
     length = data.max_prompt_tokens + rollout.max_new_tokens
     if rollout.engine == "openai":
         return _openai(rollout, model, tokenizer, stop_token_ids, length, rank, world_size)
-    from core_trainer.rollout.vllm import VllmEngine
+    if rollout.engine == "vllm_server":
+        return _vllm_servers(rollout, model, tokenizer, stop_token_ids, length, servers[rank::world_size])
+    from core_trainer.rollout.vllm.engine import VllmEngine
 
     return VllmEngine(
         model,
@@ -49,6 +57,28 @@ def build_engine(
         length,
         rollout.vllm,
         replica,
+    )
+
+
+def _vllm_servers(
+    rollout: RolloutSection,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_token_ids: tuple[int, ...],
+    length: int,
+    servers: Sequence[Address],
+) -> RolloutEngine:
+    """A router over this worker's own servers."""
+    from core_trainer.rollout.router import Router
+    from core_trainer.rollout.vllm.client import SharedMemory, VllmServerEngine
+
+    params = SamplingParams(rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k)
+    memory, sleep_level = SharedMemory(model), rollout.vllm.sleep_level
+    return Router(
+        [
+            VllmServerEngine(address, memory, model, tokenizer, stop_token_ids, length, params, sleep_level)
+            for address in servers
+        ]
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -34,6 +35,9 @@ from core_trainer.workers.recording import record_trained
 from rlinsight import names, telemetry
 from rlinsight.config import Config
 from rlinsight.config.critic import SharedCritic
+
+if TYPE_CHECKING:
+    from core_trainer.rollout.vllm.servers import Address
 
 CRITIC = "critic"  # the critic's part of a checkpoint
 
@@ -61,17 +65,20 @@ class PolicyWorker(Worker):
         self.synced: int | None = None  # policy_version of the weights the rollout engine has
         self.head: ValueHead | None = None  # of a critic that shares this model
 
-    def start(self, model_dir: Path, resume: Path | None, port: int | None) -> None:
-        """Load the model, or the checkpoint ``resume``, and meet the other ranks at ``port``."""
+    def start(self, model_dir: Path, resume: Path | None, port: int | None, servers: Sequence[Address] = ()) -> None:
+        """Load the model, or the checkpoint ``resume``, and meet the other ranks at ``port``.
+
+        ``servers`` are those that the run has started, for all ranks.
+        """
         place, algorithm = self.place, self.config.algorithm
         registry.load_plugins(algorithm.plugins)
         self.wants_sum_pi_squared = "sum_pi_squared" in registry.find("advantage", algorithm.advantage.type).inputs
         use_threads(place.world_size)
         meet(place, port)
         with telemetry.span(names.LOAD_MODEL, {names.PATH: str(resume or model_dir)}):
-            self._load(self.config, model_dir, resume)
+            self._load(self.config, model_dir, resume, servers)
 
-    def _load(self, config: Config, model_dir: Path, resume: Path | None) -> None:
+    def _load(self, config: Config, model_dir: Path, resume: Path | None, servers: Sequence[Address]) -> None:
         self.model_dir = model_dir
         self.model, self.optimizer, self.policy_version = checkpoint.load_policy(
             config.model, config.trainer, model_dir, resume, config.run.seed
@@ -98,6 +105,7 @@ class PolicyWorker(Worker):
             place.lane,
             rank=place.rank,
             world_size=place.world_size,
+            servers=servers,
         )
         optimizers = [self.optimizer] if self.head is None else [self.optimizer, self.head_optimizer]
         self.hybrid = HybridEngine(engine, self.model, optimizers)

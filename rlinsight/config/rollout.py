@@ -100,12 +100,13 @@ class OpenAISection(Section):
 class RolloutSection(Section):
     """How rollouts are sampled."""
 
-    engine: Literal["native", "vllm", "openai"] = Field(
+    engine: Literal["native", "vllm", "vllm_server", "openai"] = Field(
         default="native",
-        description="rollout engine; native shares the policy's own weights, vllm holds a copy, openai asks servers",
+        description="rollout engine; native shares the policy's own weights, vllm holds a copy, vllm_server starts "
+        "servers, openai asks those of others",
     )
     native: NativeSection = Field(default_factory=NativeSection, description="options of the native engine")
-    vllm: VllmSection = Field(default_factory=VllmSection, description="options of the vllm engine")
+    vllm: VllmSection = Field(default_factory=VllmSection, description="options of vllm and vllm_server")
     openai: OpenAISection = Field(default_factory=OpenAISection, description="options of the openai engine")
     group_size: int = Field(default=8, ge=1, description="rollouts per prompt")
     max_new_tokens: int = Field(default=256, ge=1, description="cap on sampled tokens of a rollout")
@@ -140,7 +141,7 @@ class RolloutSection(Section):
         # Defaults are let through, so that a resolved config can be loaded again.
         if self.engine != "native" and self.native != NativeSection():
             raise ValueError(f"native has no effect with engine {self.engine}; set engine: native or remove native")
-        if self.engine != "vllm" and self.vllm != VllmSection():
+        if self.engine not in ("vllm", "vllm_server") and self.vllm != VllmSection():
             raise ValueError(f"vllm has no effect with engine {self.engine}; set engine: vllm or remove vllm")
         if self.engine != "openai" and self.openai != OpenAISection():
             raise ValueError(f"openai has no effect with engine {self.engine}; set engine: openai or remove openai")
@@ -152,7 +153,7 @@ class RolloutSection(Section):
                     f"vllm.{option} has no effect with engine vllm, which has one in each policy worker; "
                     f"set engine: vllm_server or remove {option}"
                 )
-        if self.engine == "vllm" and self.temperature < 0.01:
+        if self.engine in ("vllm", "vllm_server") and self.temperature < 0.01:
             raise ValueError(
                 f"vLLM samples temperature={self.temperature:g} at 0.01; raise temperature or set engine: native"
             )

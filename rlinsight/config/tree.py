@@ -59,6 +59,12 @@ class Config(Section):
                 f"model.lora.sync=adapter works with rollout.engine: native only, not {self.rollout.engine}; "
                 "set model.lora.sync: merged"
             )
+        replicas, workers = self.rollout.vllm.replicas, self.trainer.num_workers
+        if self.rollout.engine == "vllm_server" and replicas < workers:
+            raise ValueError(
+                f"rollout.vllm.replicas={replicas} with trainer.num_workers={workers} leaves a worker none to sample "
+                f"from; set replicas >= {workers}"
+            )
         if overlong is not None and OVERLONG in [component_name(function) for function in self.reward.functions]:
             raise ValueError(
                 f"a reward function is called {OVERLONG!r}, as the penalty of algorithm.shaping.overlong is; give it "

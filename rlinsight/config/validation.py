@@ -142,7 +142,7 @@ class ValidationSection(Section):
                 "reward type reasoning_gym needs reasoning_gym:<task> as source of each validation dataset, not "
                 f"{self.datasets[generated.index(False)].source!r}"
             )
-        if rollout.engine == "vllm" and 0 < self.temperature < 0.01:
+        if rollout.engine in ("vllm", "vllm_server") and 0 < self.temperature < 0.01:
             raise ValueError(
                 f"vLLM samples validation.temperature={self.temperature:g} at 0.01; raise it, or set it to 0"
             )

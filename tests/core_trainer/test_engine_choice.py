@@ -52,6 +52,17 @@ def test_native_is_what_a_config_gets(tiny_model: Path) -> None:
             "rollout.vllm.kv_cache: unknown key; did you mean 'kv_cache_gib'",
         ),
         ({"engine": "vllm", "temperature": 0.005}, "vLLM samples temperature=0.005 at 0.01; raise temperature"),
+        ({"engine": "vllm_server", "temperature": 0.005}, "vLLM samples temperature=0.005 at 0.01; raise temperature"),
+        ({"engine": "vllm", "vllm": {"replicas": 2}}, "vllm.replicas has no effect with engine vllm"),
+        (
+            {"engine": "vllm", "vllm": {"tensor_parallel_size": 2}},
+            "vllm.tensor_parallel_size has no effect with engine",
+        ),
+        (
+            {"engine": "vllm", "vllm": {"kv_cache_gib": 2, "gpu_memory_utilization": 0.5}},
+            "kv_cache_gib=2 has no effect with gpu_memory_utilization",
+        ),
+        ({"engine": "vllm", "vllm": {"sleep_level": 3}}, "rollout.vllm.sleep_level=3: input should be 1 or 2"),
     ],
 )
 def test_impossible_engine_options_are_refused(rollout: dict, message: str) -> None:
@@ -61,9 +72,19 @@ def test_impossible_engine_options_are_refused(rollout: dict, message: str) -> N
     assert message in str(refusal.value)
 
 
+def test_every_worker_has_a_server() -> None:
+    """Fewer vLLM servers than policy workers are refused; as many, or more, are not."""
+    tree = settings(engine="vllm_server", vllm={"replicas": 2}).model_dump(mode="json")
+    for workers in (1, 2):
+        config.parse(tree | {"trainer": {"num_workers": workers}})
+    with pytest.raises(ConfigError, match=r"vllm.replicas=2 with trainer.num_workers=3 leaves a worker none"):
+        config.parse(tree | {"trainer": {"num_workers": 3}})
+
+
 def test_a_resolved_config_can_be_loaded_again() -> None:
-    """Both engines' configs survive being written out with every default."""
-    for rollout in ({}, {"engine": "vllm"}, {"engine": "vllm", "vllm": {"kv_cache_gib": 2}}):
+    """Every engine's config survives being written out with every default."""
+    servers = {"engine": "vllm_server", "vllm": {"replicas": 3}}
+    for rollout in ({}, {"engine": "vllm"}, {"engine": "vllm", "vllm": {"kv_cache_gib": 2}}, servers):
         parsed = settings(**rollout)
         assert config.parse(parsed.model_dump(mode="json")).hash() == parsed.hash()
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from core_trainer import attention, models
 from core_trainer.forward import sample_log_probs
-from core_trainer.rollout.engine import GenerateRequest
+from core_trainer.rollout.engine import Chunk, GenerateRequest
 from core_trainer.rollout.native.engine import NativeEngine
 from core_trainer.types import SamplingParams, Turn
 from rlinsight.config import VllmSection
@@ -49,7 +49,7 @@ def load(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 def start(directory: Path, dtype: torch.dtype = torch.float32, **section: float) -> Any:
     """A vLLM engine over a fresh copy of the model, at version 0."""
-    from core_trainer.rollout.vllm import VllmEngine
+    from core_trainer.rollout.vllm.engine import VllmEngine
 
     options = VllmSection(**({"kv_cache_gib": 0.25} | section))
     tokenizer = models.load_tokenizer(directory)
@@ -118,6 +118,7 @@ def test_greedy_equals_the_native_engine_at_every_version(directories: dict[bool
             assert [turn.token_ids for turn in generate(vllm, asked)] == written[-1]
         (synced,) = vllm.sync_weights(version)
         assert synced.moved == sum(parameter.nbytes for parameter in vllm.model.parameters())
+        assert synced.checksum_served is None  # its kernels for CPUs keep packed copies only
         mine, theirs = generate(vllm, asked), generate(native(vllm), asked)
         for a, b in zip(mine, theirs, strict=True):
             assert (a.token_ids, a.finish_reason, a.text) == (b.token_ids, b.finish_reason, b.text)
@@ -204,6 +205,119 @@ def test_stop_strings_and_limits(engine: Any) -> None:
         generate(engine, [GenerateRequest("odd", (99_999,), SamplingParams(3))])
 
 
+def reference(model: PreTrainedModel) -> PreTrainedModel:
+    """The same weights with transformers' own attention."""
+    copy = models.load_model(Path(model.name_or_path), torch.float32, attn_implementation="sdpa")
+    copy.load_state_dict(model.state_dict())
+    return copy.requires_grad_(False)
+
+
+def naive_greedy(
+    model: PreTrainedModel,
+    prompt: Sequence[int],
+    count: int,
+    penalty: float = 1.0,
+    bias: dict[int, float] | None = None,
+) -> list[int]:
+    """Greedy tokens one by one, the whole sequence each time; penalties as the options' own definition has them."""
+    ids, model = list(prompt), reference(model)
+    for _ in range(count):
+        logits = model(input_ids=torch.tensor([ids])).logits[0, -1].float()
+        seen = torch.tensor(sorted(set(ids)))
+        logits[seen] = torch.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
+        for token, value in (bias or {}).items():
+            logits[token] += value
+        ids.append(int(logits.argmax()))
+    return ids[-count:]
+
+
+def test_penalties_biases_and_top_log_probs(engine: Any) -> None:
+    """Options shape what is sampled, not the log-probs, which are the model's own; the likeliest words come sorted."""
+    prompt, bias = prompts(3)[2], {11: 3.0, 30: -50.0}
+    plain, shaped = SamplingParams(10, 0.0), SamplingParams(10, 0.0, repetition_penalty=1.8, logit_bias=bias)
+    with_top = SamplingParams(10, 1.0, min_p=0.3, seed=5, num_top_log_probs=4)
+    asked = [GenerateRequest(f"r{i}", prompt, params) for i, params in enumerate((plain, shaped, with_top))]
+    first, second, third = generate(engine, asked)
+    assert first.token_ids == naive_greedy(engine.model, prompt, len(first.token_ids))
+    assert second.token_ids == naive_greedy(engine.model, prompt, len(second.token_ids), 1.8, bias)
+    assert first.token_ids != second.token_ids
+    for turn in (second, third):
+        ids = torch.tensor([[*prompt, *turn.token_ids]])
+        logits = reference(engine.model)(input_ids=ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+        expected = logits[torch.arange(len(turn.token_ids)), turn.token_ids]
+        np.testing.assert_allclose(turn.rollout_log_probs, expected, atol=1e-5)
+    assert second.top_log_probs is None
+    assert third.top_log_probs is not None
+    top = logits.topk(4)
+    assert [[token for token, _ in row] for row in third.top_log_probs] == top.indices.tolist()
+    np.testing.assert_allclose([[x for _, x in row] for row in third.top_log_probs], top.values, atol=1e-5)
+    floor = logits.max(-1).values + np.log(0.3)
+    assert all(x >= least - 1e-4 for x, least in zip(third.rollout_log_probs, floor.tolist(), strict=True))
+
+
+def test_a_stream_is_the_turn_in_pieces(engine: Any) -> None:
+    """Chunks add up to the last one's turn; leaving early aborts the request and leaves the others alone."""
+    long, other = (GenerateRequest(str(i), p, SamplingParams(20, 1.0, seed=i)) for i, p in enumerate(prompts(2, 4)))
+    (whole,) = generate(engine, [long])
+
+    async def read(request: GenerateRequest, limit: int) -> list[Chunk]:
+        found: list[Chunk] = []
+        async for chunk in engine.stream(request):
+            found.append(chunk)
+            if len(found) == limit:
+                break
+        return found
+
+    async def run() -> tuple[list[Chunk], Turn]:
+        left, turn = await asyncio.gather(read(long, 3), engine.generate(other))
+        assert len(left) == 3
+        return await read(long, 1000), turn
+
+    chunks, turn = asyncio.run(run())
+    assert len(turn.token_ids) == 20
+    assert [chunk.turn is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert [token for chunk in chunks for token in chunk.token_ids] == whole.token_ids
+    assert chunks[-1].turn is not None
+    assert [x for chunk in chunks for x in chunk.log_probs] == chunks[-1].turn.rollout_log_probs
+    assert len(chunks) > 10
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort", "keep"])
+def test_weights_change_under_requests_in_flight(directories: dict[bool, Path], mode: str) -> None:
+    """wait samples them to their end first, abort ends them, keep goes on from there as if the new weights had written
+    what the old ones did; each token says whose it is.
+    """
+    vllm = start(directories[False])
+    request = GenerateRequest("r", prompts(1, 7)[0], SamplingParams(30, 0.0))
+    (untouched,) = generate(vllm, [request])
+    assert len(untouched.token_ids) == 30
+
+    async def run() -> tuple[Turn, Any]:
+        task = asyncio.create_task(vllm.generate(request))
+        while len(vllm._live) == 0 or len(vllm._live["r"].token_ids) < 9:
+            await asyncio.sleep(0)
+        with torch.no_grad():
+            vllm.model.lm_head.weight.mul_(-1)
+        (synced,) = vllm.sync_weights(1, mode)
+        return await task, synced
+
+    turn, synced = asyncio.run(run())
+    assert (synced.pause_mode, synced.in_flight, synced.aborted) == (mode, 1, int(mode == "abort"))
+    done = 30 if mode == "wait" else 9
+    assert turn.token_ids[:done] == untouched.token_ids[:done]
+    if mode == "wait":
+        assert (turn.finish_reason, turn.policy_version, turn.token_policy_versions) == ("length", 0, None)
+    elif mode == "abort":
+        assert (turn.finish_reason, len(turn.token_ids), turn.policy_version) == ("abort", 9, 0)
+    else:
+        assert turn.token_ids[9:] == naive_greedy(vllm.model, [*request.prompt_token_ids, *turn.token_ids[:9]], 21)
+        assert turn.token_policy_versions == [0] * 9 + [1] * 21
+        assert turn.policy_version == 0
+    (later,) = generate(vllm, [request])
+    assert later.token_ids == naive_greedy(vllm.model, request.prompt_token_ids, 30)
+    assert (later.policy_version, later.token_policy_versions) == (1, None)
+
+
 def test_abort_returns_what_there_is(engine: Any) -> None:
     """An aborted request ends at once with its tokens so far; others go on; the loop stays responsive."""
     first, second = (GenerateRequest(str(i), p, SamplingParams(100, 1.0, seed=i + 9)) for i, p in enumerate(prompts(2)))
@@ -214,8 +328,6 @@ def test_abort_returns_what_there_is(engine: Any) -> None:
             await asyncio.sleep(0)
         engine.abort("0")
         engine.abort("nobody")
-        with pytest.raises(RlinsightError, match="while 1 requests are being sampled"):
-            engine.sync_weights(1)
         return await asyncio.gather(*tasks)
 
     aborted, finished = asyncio.run(run())

@@ -1,0 +1,122 @@
+"""The engine over a run's own vLLM server: the OpenAI engine, with weights through shared memory."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from core_trainer import lora
+from core_trainer.rollout.dialects import Completions
+from core_trainer.rollout.engine import GenerateRequest
+from core_trainer.rollout.openai import Answer, OpenAIEngine
+from core_trainer.rollout.server import Server
+from core_trainer.rollout.shared_weights import SharedWeights
+from core_trainer.rollout.vllm.options import IDENTITY_HEADER
+from core_trainer.rollout.vllm.servers import Address
+from core_trainer.rollout.weight_transport import Pushed
+from core_trainer.types import SamplingParams, Turn
+from rlinsight import names
+
+TIMEOUT_S = 600.0  # silence of a server after which it has failed
+
+
+class SharedMemory:
+    """The policy's weights for all servers of this process: written once a version, read by each."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._lock = threading.Lock()
+        self._shared: SharedWeights | None = None
+        self._version: int | None = None
+
+    def push(self, server: Server, policy_version: int) -> Pushed:
+        """Have ``server`` load them in place, paused, and forget what the old ones computed.
+
+        Raises EngineError when it does not take them.
+        """
+        shared = self._at(policy_version)
+        server.call("POST", "/pause", mode="wait")
+        try:
+            (served, *_) = rpc(server, "rlinsight_load_shared", shared.path)
+            server.call("POST", "/reset_prefix_cache")
+        finally:
+            server.call("POST", "/resume")
+        return Pushed(policy_version, shared.nbytes, served)
+
+    def close(self) -> None:
+        """Give the memory back; may be called again."""
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = None
+
+    def _at(self, policy_version: int) -> SharedWeights:
+        with self._lock:
+            if self._shared is None or policy_version != self._version:
+                weights = lora.merged_state(self._model)
+                self._shared = self._shared or SharedWeights(weights)
+                self._shared.write(weights)
+                self._version = policy_version
+            return self._shared
+
+
+class VllmServerEngine(OpenAIEngine):
+    """Rollout engine over one of the run's servers, which records its own state and the requests it finishes."""
+
+    def __init__(
+        self,
+        address: Address,
+        memory: SharedMemory,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_token_ids: tuple[int, ...],
+        length: int,
+        params: SamplingParams,
+        sleep_level: int | None = None,
+    ) -> None:
+        """See OpenAIEngine; ``memory`` is shared by the engines of this process."""
+        server = Server(address.url, address.api_key, TIMEOUT_S)
+        rpc(server, "rlinsight_start")
+        super().__init__(
+            server,
+            Completions(),
+            memory,
+            model,
+            tokenizer,
+            stop_token_ids,
+            length,
+            params,
+            address.model,
+            "vllm_server",
+        )
+        self.replica, self.sleep_level = address.replica, sleep_level
+
+    def sleep(self) -> int:
+        """As ``rollout.vllm.sleep_level`` says; untested: vLLM has it on GPUs. The server does not tell the bytes."""
+        if self.sleep_level is not None:
+            self.server.call("POST", "/sleep", level=self.sleep_level)
+        return 0
+
+    def wake(self) -> int:
+        """Untested, likewise."""
+        if self.sleep_level is not None:
+            self.server.call("POST", "/wake_up")
+        return 0
+
+    def _headers(self, request: GenerateRequest) -> dict[str, str]:
+        identity = {**request.attributes, names.POLICY_VERSION: self.policy_version}
+        return super()._headers(request) | {IDENTITY_HEADER: json.dumps(identity)}
+
+    def _record_request(self, request: GenerateRequest, turn: Turn, answer: Answer) -> None:
+        if turn.finish_reason == "abort":  # vLLM tells of finished ones only
+            super()._record_request(request, turn, answer)
+
+    def _record_state(self) -> None:
+        pass
+
+
+def rpc(server: Server, method: str, *args: Any) -> list[Any]:
+    """Call a method of ``WorkerExtension`` on every worker of a server. Raises EngineError."""
+    return server.call("POST", "/collective_rpc", {"method": method, "args": list(args)})["results"]

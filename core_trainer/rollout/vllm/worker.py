@@ -1,0 +1,135 @@
+"""What runs inside vLLM's own workers, in this process or in a server's: the sampler, and how weights come in.
+
+vLLM mixes ``WorkerExtension`` into its worker class; its methods are called by name through ``collective_rpc``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# pyright: reportMissingImports=false
+from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+from vllm.v1.sample.sampler import Sampler
+
+from core_trainer.rollout import checksum
+from core_trainer.rollout.shared_weights import open_shared
+
+
+class WorkerExtension:
+    """Methods our side calls on every vLLM worker."""
+
+    model_runner: Any  # these three are of the worker this is mixed into
+    reload_weights: Any
+    get_model: Any
+
+    def rlinsight_start(self) -> None:
+        """Report log-probs as training has them."""
+        self.model_runner.sampler = WholeVocabularySampler()
+        self._shared: tuple[str, dict[str, Tensor]] | None = None  # path and tensors of the file read last
+
+    def rlinsight_load_shared(self, path: str) -> str | None:
+        """``rlinsight_load`` what a ``SharedWeights`` of this machine holds.
+
+        Where a kernel packed weights away, the checksum is of what was read for them.
+        """
+        if self._shared is None or self._shared[0] != path:
+            self._shared = path, open_shared(path)
+        given = self._shared[1]
+        self._load(given)
+        return self._checksum(given.keys(), given)
+
+    def rlinsight_load(self, weights: dict[str, Tensor]) -> str | None:
+        """Rewrite vLLM's weights in place, kernel copies included, and return the checksum of what it has then.
+
+        None where that is not to be found under the names of ``weights``: packed away by a kernel, fused in a way this
+        does not know, or shared by several GPUs.
+        """
+        self._load(weights)
+        return self._checksum(weights.keys(), {})
+
+    def _load(self, weights: dict[str, Tensor]) -> None:
+        self.reload_weights(weights_iterator=iter(weights.items()))
+        for module in self.get_model().modules():
+            # An output layer tied to the embedding has a packed copy on CPU, which the reload leaves as it was: no
+            # weight of the checkpoint bears its name.
+            if isinstance(module, ParallelLMHead):
+                module.quant_method.process_weights_after_loading(module)
+
+    def _checksum(self, names: Collection[str], instead: dict[str, Tensor]) -> str | None:
+        """Of the model's weights, those packed away taken from ``instead``."""
+        served, packed = checkpoint_weights(self.get_model())
+        served |= {name: instead[name] for name in packed & instead.keys()}
+        if get_tensor_model_parallel_world_size() > 1 or served.keys() != set(names):
+            return None
+        return checksum.of(served.items())
+
+
+def checkpoint_weights(model: Any) -> tuple[dict[str, Tensor], set[str]]:
+    """A vLLM model's parameters as its checkpoint has them, views where it fuses several, tied ones once; and the names
+    of those whose memory went into a kernel's own layout.
+    """
+    fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    weights: dict[str, Tensor] = {}
+    packed: set[str] = set()
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        prefix, _, leaf = path.rpartition(".")
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            tensor = parameter.detach()
+            parts = [f"{prefix}.{part}.{name}" for part in fused[leaf]] if leaf in fused else [f"{path}.{name}"]
+            if not tensor.numel():
+                packed.update(parts)
+            elif leaf in fused:
+                weights |= zip(parts, tensor.split(module.output_partition_sizes), strict=True)
+            elif isinstance(module, VocabParallelEmbedding):
+                weights[parts[0]] = tensor[: module.org_vocab_size]  # padded to a multiple of 64
+            else:
+                weights[parts[0]] = tensor
+    return weights, packed
+
+
+class WholeVocabularySampler(Sampler):
+    """vLLM's sampler, with log-probs of the whole distribution at the request's temperature, as training has them.
+
+    vLLM itself offers log-probs before the temperature, or after penalties and biases, of what top-k, top-p and min-p
+    left. Greedy rows are at temperature 1.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("processed_logprobs")  # those that sample() returns
+        self.topk_topp_sampler = TopKTopPSampler("raw_logprobs")  # computes none
+
+    def apply_logits_processors(self, logits: Tensor, sampling_metadata: Any, *args: Any) -> Tensor:
+        """logits [R, V] float32, as the model gave them. The parent writes penalties and biases over them."""
+        scaled = logits
+        if sampling_metadata.temperature is not None:  # None: all rows are greedy
+            scaled = self.apply_temperature(logits.clone(), sampling_metadata.temperature, all_random=False)
+        self._log_probs = self.compute_logprobs(scaled)
+        return super().apply_logits_processors(logits, sampling_metadata, *args)
+
+    def sample(self, logits: Tensor, sampling_metadata: Any, logprobs_mode_override: Any = None) -> Any:
+        """logits [R, V] float32 -> tokens [R], log-probs [R, V]."""
+        tokens, _ = super().sample(logits, sampling_metadata, "raw_logprobs")
+        return tokens, self._log_probs
+
+    @staticmethod
+    def gather_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> Any:
+        """The sampled token's log-prob first, then the likeliest ones': [R, 1 + num_logprobs] each. The ranks, which
+        vLLM compiles a kernel for, nobody reads.
+        """
+        index = token_ids[:, None]
+        values = logprobs.gather(1, index)
+        if num_logprobs:
+            top = logprobs.topk(num_logprobs)
+            index, values = torch.cat([index, top.indices], 1), torch.cat([values, top.values], 1)
+        return LogprobsTensors(index.int(), values, torch.zeros_like(token_ids))
