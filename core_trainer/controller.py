@@ -51,6 +51,7 @@ from rlinsight.telemetry import Span
 
 ON_POLICY = "one on-policy update: the update's own forward gives the same log-probs"
 BYPASS = "correction.mode is bypass: the engine's log-probs stand for them"
+EXACT = "rollout.exact: the engine's log-probs are them, and the update's first forward checks it"
 BEFORE_UPDATE = (names.REWARD, names.OLD_LOG_PROBS, names.REF_LOG_PROBS, names.VALUES, names.TRAIN)
 GREEDY = "-greedy"  # suffix of the group of a prompt's greedy rollout
 
@@ -275,6 +276,10 @@ class Controller:
                 phase.set({names.SKIPPED: BYPASS})
             elif algorithm.is_on_policy and not self._needs_old_log_probs:
                 phase.set({names.SKIPPED: ON_POLICY})
+            elif self.config.rollout.exact != "off" and algorithm.num_epochs == 1 and not self._needs_the_pass:
+                for sample in step.samples:
+                    sample.old_log_probs = sample.rollout_log_probs
+                phase.set({names.SKIPPED: EXACT})
             else:
                 self._attach(self.policy, "log_probs", step)
 
@@ -485,11 +490,17 @@ class Controller:
         """Whether something before the update looks at them."""
         algorithm = self.config.algorithm
         return (
-            algorithm.correction is not None
-            or (algorithm.critic is not None and self.critic is None)  # its values come from the same pass
+            self._needs_the_pass
+            or algorithm.correction is not None
             or (algorithm.kl is not None and algorithm.kl.where == "reward")
-            or not {"old_log_probs", "sum_pi_squared"}.isdisjoint(self.advantage.inputs)
+            or "old_log_probs" in self.advantage.inputs
         )
+
+    @property
+    def _needs_the_pass(self) -> bool:
+        """Whether the pass that computes them also computes something else: a shared critic's values, say."""
+        shares = self.config.algorithm.critic is not None and self.critic is None
+        return shares or "sum_pi_squared" in self.advantage.inputs
 
     @property
     def kl_coef(self) -> float:

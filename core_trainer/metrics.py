@@ -81,15 +81,18 @@ def token_stats(
     ratio: Tensor,
     clipped: Tensor,
     staleness: Tensor,
+    own: Tensor | None = None,
 ) -> TokenStats:
     """Sums over the tokens where ``mask`` [M] is true; all other arguments [M], detached.
 
+    ``own`` are the trainer's log-probs of what was sampled where ``old`` are taken from the engine.
     KLs are k3 in float64: in float32 k3 of nearly equal log-probs can come out negative.
     """
     if not bool(mask.any()):
         return TokenStats()
-    log_probs, old, rollout = (x[mask].double() for x in (log_probs, old, rollout))
-    policy_gap, rollout_gap = log_probs - old, old - rollout
+    own = old if own is None else own
+    log_probs, old, own, rollout = (x[mask].double() for x in (log_probs, old, own, rollout))
+    policy_gap, rollout_gap = log_probs - old, own - rollout
     ref_kl = 0.0
     if ref is not None:
         d = log_probs - ref[mask].double()

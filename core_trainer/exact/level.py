@@ -18,20 +18,24 @@ from core_trainer.exact.linear import ExactLinear, StrictLinear, TiledLinear
 from rlinsight.errors import ConfigError
 
 Level = Literal["mkl", "tile"]
+Setting = Literal["auto", "mkl", "tile"]  # rollout.exact where it is on
 LINEAR: dict[Level, type[ExactLinear]] = {"mkl": StrictLinear, "tile": TiledLinear}
 ACTIVATIONS = {entry if isinstance(entry, type) else entry[0] for entry in ACT2CLS.values()}
 MKL_MODE = "AUTO,STRICT"  # the processor's best branch, in strict mode
 
 
-def candidates(setting: Literal["auto", "mkl", "tile"]) -> tuple[Level, ...]:
-    """Levels to try, in order. To be asked before the process's first product: MKL reads its mode then.
+def prepare(setting: Setting) -> None:
+    """To be called before the process's first product: MKL reads its mode then.
 
     An MKL_CBWR of the user's own is left as it is; whether it is strict enough, the self-test tells.
     """
-    if setting == "tile":
-        return ("tile",)
-    os.environ.setdefault("MKL_CBWR", MKL_MODE)
-    return ("mkl",) if setting == "mkl" else ("mkl", "tile")
+    if setting != "tile":
+        os.environ.setdefault("MKL_CBWR", MKL_MODE)
+
+
+def candidates(setting: Setting) -> tuple[Level, ...]:
+    """Levels to try, in order."""
+    return ("mkl", "tile") if setting == "auto" else (setting,)
 
 
 def enable(model: PreTrainedModel, level: Level) -> None:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from core_trainer import models
+from core_trainer.exact import level
+from core_trainer.exact.self_test import exact_engine
 from core_trainer.rollout.engine import RolloutEngine
 from core_trainer.rollout.native.engine import NativeEngine
 from core_trainer.types import SamplingParams
@@ -38,10 +40,19 @@ def build_engine(
     and of ``servers`` that the run has started, a worker gets its share by ``rank`` of ``world_size``.
     """
     stop_token_ids = models.end_of_turn_ids(model.generation_config, tokenizer)
+    length = data.max_prompt_tokens + rollout.max_new_tokens
     if rollout.engine == "native":
         size, section = rollout.max_batch_size, rollout.native
-        return NativeEngine(model, tokenizer, stop_token_ids, size, merge_adapters, replica, section)
-    length = data.max_prompt_tokens + rollout.max_new_tokens
+
+        def native(kind: type[NativeEngine]) -> NativeEngine:
+            return kind(model, tokenizer, stop_token_ids, size, merge_adapters, replica, section)
+
+        if rollout.exact == "off":
+            return native(NativeEngine)
+        longest = min(length, getattr(model.config, "max_position_embeddings", None) or length)
+        return exact_engine(
+            level.candidates(rollout.exact), model, native, stop_token_ids, rollout.temperature, longest
+        )
     if rollout.engine == "openai":
         return _openai(rollout, model, tokenizer, stop_token_ids, length, rank, world_size)
     if rollout.engine == "vllm_server":

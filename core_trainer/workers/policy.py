@@ -21,6 +21,7 @@ from core_trainer import attention, checkpoint, lora, models, value_model
 from core_trainer.algorithms import kl, policy_losses, registry
 from core_trainer.algorithms.numerics import fill
 from core_trainer.batching import PackedBatch, TrainSample, micro_batches, pack
+from core_trainer.exact import level
 from core_trainer.forward import checkpoint_layers, sample_log_probs, sample_scores, scores
 from core_trainer.job import Job
 from core_trainer.metrics import TokenStats, token_stats
@@ -56,6 +57,8 @@ class PolicyWorker(Worker):
 
     def __init__(self, place: Place, job: Job, config: Config, resource: dict[str, str]) -> None:
         super().__init__(place, job, config.telemetry, resource)
+        if config.rollout.exact != "off":
+            level.prepare(config.rollout.exact)
         self.config = config
         self.temperature = config.rollout.temperature
         self.micro_batch_tokens = config.trainer.micro_batch_tokens
@@ -217,7 +220,12 @@ class PolicyWorker(Worker):
             self.head_optimizer.accumulate()
         staleness = self.policy_version - batch.per_token("policy_version")
         rollout = batch.gather("rollout_log_probs")
-        stats = token_stats(mask, detached, old, rollout, ref, entropy.detach(), token.ratio, token.clipped, staleness)
+        # In exact mode the old ones may be the engine's; where the weights still are those that sampled, this forward
+        # says what the trainer's are.
+        own = old if self.config.rollout.exact == "off" else torch.where(staleness == 0, detached, old)
+        stats = token_stats(
+            mask, detached, old, rollout, ref, entropy.detach(), token.ratio, token.clipped, staleness, own
+        )
         stats.loss, stats.policy_loss = float(total.detach()), float(policy_loss.detach())
         stats.kl_loss, stats.entropy_loss = float(kl_loss.detach()), float(entropy_loss.detach())
         if record:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rlinsight.config.base import Section
 
@@ -117,6 +117,11 @@ class RolloutSection(Section):
         default_factory=list, description="strings that end a response, besides the end-of-turn token"
     )
     max_batch_size: int = Field(default=256, ge=1, description="rollouts decoded at once per worker")
+    exact: Literal["off", "auto", "mkl", "tile"] = Field(
+        default="off",
+        description="compute the engine's log-probs and the trainer's alike to the last bit; native engine, on a CPU. "
+        "mkl: MKL's strict mode; tile: products of one shape; true or auto: the first that passes its test at start",
+    )
     request_timeout_s: float = Field(
         default=3600.0,
         gt=0,
@@ -136,8 +141,18 @@ class RolloutSection(Section):
         description="an engine found to serve other weights than it was given raises an alert, or also stops the run",
     )
 
+    @field_validator("exact", mode="before")
+    @classmethod
+    def _exact_is_also_a_switch(cls, value: Any) -> Any:
+        return {True: "auto", False: "off"}[value] if isinstance(value, bool) else value
+
     @model_validator(mode="after")
     def _engine_options(self) -> RolloutSection:
+        if self.engine != "native" and self.exact != "off":
+            raise ValueError(
+                f"exact={self.exact} works with engine: native only, not {self.engine}, whose kernels are not the "
+                "trainer's; set exact: off or engine: native"
+            )
         # Defaults are let through, so that a resolved config can be loaded again.
         if self.engine != "native" and self.native != NativeSection():
             raise ValueError(f"native has no effect with engine {self.engine}; set engine: native or remove native")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from typing import Any
 
 from pydantic import Field, model_validator
 
@@ -34,6 +35,41 @@ class Config(Section):
     trainer: TrainerSection = Field(default_factory=TrainerSection)
     validation: ValidationSection | None = Field(default=None, description="none when unset")
     telemetry: TelemetrySection = Field(default_factory=TelemetrySection)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _exact_defaults(cls, tree: Any) -> Any:
+        """Exact mode computes in float32, and records log-probs whole: rounded, the store could not show it."""
+        rollout = tree.get("rollout") if isinstance(tree, dict) else None
+        if not isinstance(rollout, dict) or rollout.get("exact", "off") in (False, "off"):
+            return tree
+        tree = dict(tree)
+        if isinstance(model := tree.get("model"), dict):
+            tree["model"] = {"compute_dtype": "float32"} | model
+        if isinstance(telemetry := tree.get("telemetry", {}), dict) and telemetry.get("enabled", True):
+            tree["telemetry"] = {"token_decimals": None} | telemetry
+        return tree
+
+    @model_validator(mode="after")
+    def _exact_mode(self) -> Config:
+        exact = self.rollout.exact
+        if exact == "off":
+            return self
+        if self.telemetry.enabled and self.telemetry.token_decimals is not None:
+            raise ValueError(
+                f"telemetry.token_decimals={self.telemetry.token_decimals} rounds what rollout.exact={exact} keeps "
+                "equal to the last bit; remove token_decimals"
+            )
+        if self.model.lora is not None and self.model.lora.sync == "merged":
+            raise ValueError(
+                f"rollout.exact={exact} needs adapters computed as training computes them; set model.lora.sync: adapter"
+            )
+        if exact == "mkl" and self.model.compute_dtype != "float32":
+            raise ValueError(
+                "rollout.exact=mkl computes in float32, as MKL's strict mode has no bfloat16; "
+                f"model.compute_dtype={self.model.compute_dtype} needs rollout.exact: tile"
+            )
+        return self
 
     @model_validator(mode="after")
     def _combinations(self) -> Config:

@@ -13,7 +13,7 @@ import pytest
 
 from core_trainer import checkpoint
 from core_trainer.batching import TrainSample
-from core_trainer.controller import BYPASS, ON_POLICY, Controller, Step
+from core_trainer.controller import BYPASS, EXACT, ON_POLICY, Controller, Step
 from core_trainer.data import PromptSampler
 from core_trainer.job import Job, RunSummary, StepReport
 from core_trainer.metrics import TokenStats
@@ -405,6 +405,25 @@ def test_old_log_probs_are_computed_where_something_needs_them(
     assert (reason in skipped(recorded)) == (reason is not None)
     old = {None if s.old_log_probs is None else float(s.old_log_probs[0]) for s in bench.policy.trained}
     assert old == {{None: -1.25, ON_POLICY: None, BYPASS: -1.0}[reason]}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "skips"),
+    [
+        ({"name": "rloo"}, True),
+        ({"num_mini_batches": 2}, True),
+        ({"num_epochs": 2}, False),
+    ],
+    ids=str,
+)
+def test_exact_mode_takes_the_engines_where_the_update_checks_them(
+    tmp_path: Path, recorded: Recorded, algorithm: dict[str, Any], skips: bool
+) -> None:
+    """Statistics are those of the last epoch, which could check nothing when there are several."""
+    bench = Bench(tmp_path, by_index, algorithm=algorithm, rollout={"exact": True})
+    bench.train()
+    assert (EXACT in skipped(recorded)) == skips
+    assert bench.count("policy.log_probs") == (0 if skips else 2)
 
 
 @pytest.mark.parametrize(
