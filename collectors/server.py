@@ -8,14 +8,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
 from rlinsight.errors import CollectorError
 from rlinsight.store import Endpoint, read_endpoint
 
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 60.0
 MAX_LOG_BYTES = 1024**2  # a healthy collector writes three lines; a full disk makes it one per batch
 
 
@@ -24,10 +24,15 @@ def log_path(store: Path) -> Path:
     return store.with_name(f"{store.name}.collector.log")
 
 
-def start_process(store: Path, owner_pid: int, arguments: Sequence[str] = ()) -> Endpoint:
+def start_process(
+    store: Path,
+    owner_pid: int,
+    arguments: Sequence[str] = (),
+    meanwhile: Callable[[], object] | None = None,
+) -> Endpoint:
     """Start a detached collector that leaves when ``owner_pid`` is gone, and wait until it answers.
 
-    ``arguments`` are more of its command line.
+    ``arguments`` are more of its command line; ``meanwhile`` is done while it starts.
 
     Raises CollectorError with the child's last line when it does not come up.
     """
@@ -46,6 +51,8 @@ def start_process(store: Path, owner_pid: int, arguments: Sequence[str] = ()) ->
             start_new_session=True,
             env=environment,
         )
+        if meanwhile is not None:
+            meanwhile()
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
             endpoint = read_endpoint(store)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import ray
 import torch
+from ray._private.node import Node
 
 from core_trainer import checkpoint, models
 from core_trainer.advantages import check_algorithm
@@ -29,6 +32,9 @@ from rlinsight.config import Config
 
 ABORT_TIMEOUT_S = 2.0  # how long workers may take to deliver telemetry when the run is cut short
 CLOSE_TIMEOUT_S = 15.0
+# The autoscaler, the dashboard with its usage report, and the monitor that prints workers' logs: a run on one machine
+# uses none, and each is a Python process that takes seconds of a processor to start, the dashboard before any worker.
+IDLE_SERVICES = ("start_monitor", "start_api_server", "start_log_monitor")
 
 
 class Cluster:
@@ -80,13 +86,14 @@ class Cluster:
         self.sampler = PromptSampler(prompts, trainer.prompts_per_step, config.run.seed, config.data.shuffle)
         self.validation_sets = load_sets(config, tokenizer, context)
         say("workers")
-        self._start_ray()
-        resource = {names.ALGORITHM: config.algorithm.name, names.MODEL: config.model.source}
         workers = trainer.num_workers
+        reference = config.algorithm.kl is not None and config.model.lora is None
+        self._start_ray(1 + workers * (1 + reference + (own_critic is not None)))
+        resource = {names.ALGORITHM: config.algorithm.name, names.MODEL: config.model.source}
         gpus = 1.0 if torch.cuda.is_available() else 0.0  # untested
         self.reward = self._spawn(WorkerGroup(RewardWorker, "reward", 1, job, config, resource))
         self.policy = self._spawn(WorkerGroup(PolicyWorker, "policy", workers, job, config, resource, num_gpus=gpus))
-        if config.algorithm.kl is not None and config.model.lora is None:
+        if reference:
             self.reference = self._spawn(WorkerGroup(ReferenceWorker, "reference", workers, job, config, resource))
         if own_critic is not None:
             self.critic = self._spawn(WorkerGroup(CriticWorker, CRITIC, workers, job, config, own_critic, resource))
@@ -118,14 +125,20 @@ class Cluster:
         self._groups.append(group)
         return group
 
-    def _start_ray(self) -> None:
-        """A Ray of our own on this machine, which nobody else uses."""
+    def _start_ray(self, num_workers: int) -> None:
+        """A Ray of our own on this machine, which nobody else uses, for so many worker processes."""
         os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would let everything else go before training
         logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # announces its token each time
         handler = signal.getsignal(signal.SIGTERM)
-        ray.init(
-            "local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False
-        )
+        with _without_idle_services():
+            ray.init(
+                "local",
+                num_cpus=num_workers,  # so many processes start at once, before they are asked for
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                configure_logging=False,
+            )
         signal.signal(signal.SIGTERM, handler)  # ray.init takes it; stopping is launch's business
 
     def _stop(self, timeout_s: float) -> None:
@@ -134,6 +147,22 @@ class Cluster:
         self._groups.clear()
         if ray.is_initialized():
             ray.shutdown()
+
+
+@contextmanager
+def _without_idle_services() -> Iterator[None]:
+    """In this block Ray starts without its IDLE_SERVICES, for which ``ray.init`` has no option.
+
+    A later Ray that names them otherwise starts them, as it would without this.
+    """
+    kept = {name: getattr(Node, name) for name in IDLE_SERVICES if hasattr(Node, name)}
+    for name in kept:
+        setattr(Node, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        for name, method in kept.items():
+            setattr(Node, name, method)
 
 
 def _fingerprint(config: Config, model_dir: Path) -> dict[str, Any]:

@@ -88,7 +88,7 @@ class SftCluster(Cluster):
                     "trainer.epochs or trainer.total_steps to train on"
                 )
         say("workers")
-        self._start_ray()
+        self._start_ray(trainer.num_workers)
         # The workers' schedule ends where the epochs do.
         trainer = trainer.model_copy(update={"total_steps": self.total_steps})
         config = config.model_copy(update={"trainer": trainer})

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
@@ -29,13 +29,16 @@ _log = logging.getLogger(__name__)
 
 
 @contextmanager
-def collector(path: Path, arguments: Sequence[str] = ()) -> Iterator[store.Endpoint]:
+def collector(
+    path: Path, arguments: Sequence[str] = (), meanwhile: Callable[[], object] | None = None
+) -> Iterator[store.Endpoint]:
     """The collector of a store, kept alive for the length of the block: the one that runs, or a new one.
 
-    ``arguments`` are for those started here. When one dies another takes over, at an address of its own: senders find
-    it by ``store.locate``. Raises CollectorError when none can be started at first.
+    ``arguments`` are for those started here; ``meanwhile`` is done while the first of them starts. When one dies
+    another takes over, at an address of its own: senders find it by ``store.locate``. Raises CollectorError when none
+    can be started at first.
     """
-    endpoint = found_or_started(path, arguments)
+    endpoint = found_or_started(path, arguments, meanwhile)
     ended = threading.Event()
     watched = path, arguments, endpoint.pid, ended
     watch = threading.Thread(target=_watch, args=watched, name="collector-watch", daemon=True)
@@ -69,14 +72,16 @@ def _watch(path: Path, arguments: Sequence[str], pid: int, ended: threading.Even
             pid = endpoint.pid
 
 
-def found_or_started(path: Path, arguments: Sequence[str] = ()) -> store.Endpoint:
+def found_or_started(
+    path: Path, arguments: Sequence[str] = (), meanwhile: Callable[[], object] | None = None
+) -> store.Endpoint:
     """The collector of a store, owned by this process too."""
     with _one_at_a_time(path.parent):
         endpoint = _joined(path)
         if endpoint is not None:
             return endpoint
         try:
-            return start_process(path, os.getpid(), arguments)
+            return start_process(path, os.getpid(), arguments, meanwhile)
         except CollectorError:
             endpoint = _joined(path)  # one was started by hand in between
             if endpoint is None:

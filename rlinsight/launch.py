@@ -66,7 +66,8 @@ def train(
     preflight.check(config)
     run = run_dir.find(config, wanted) if resume else None
     section = config.telemetry
-    collecting = collector(section.store, _keep(section)) if section.enabled else nullcontext()
+    load = partial(_trainer, config) if controller is None else lambda: controller
+    collecting = collector(section.store, _keep(section), load) if section.enabled else nullcontext()
     with _Signals() as signals, collecting as endpoint:
         if endpoint is not None:
             _deliver_abandoned(config, endpoint, console)
@@ -87,9 +88,9 @@ def train(
         with progress, recorded as end, scraping.scraped(section, run.run_id, attempt.attempt):
             progress.stage(f"run {run.run_id}, attempt {job.attempt}; Ctrl-C stops it with a checkpoint")
             try:
-                controller = controller or _trainer(config)
+                trainer = load()
                 with signals.graceful(progress):
-                    summary = controller(config, job, progress)
+                    summary = trainer(config, job, progress)
                 end.status = summary.status
             except Exception:
                 if (checkpoint := run.newest_checkpoint()) is not None:
@@ -148,7 +149,7 @@ def _deliver_abandoned(config: Config | SftConfig, endpoint: store.Endpoint, con
 
 
 def _trainer(config: Config | SftConfig) -> Controller:
-    """The real controller. Importing it loads torch and ray, which takes seconds."""
+    """The real controller. Importing it loads torch and ray, which takes as long as a collector takes to start."""
     from core_trainer import controller, sft
 
     return sft.run if isinstance(config, SftConfig) else controller.run

@@ -58,6 +58,12 @@ def test_help_is_light_and_instant() -> None:
     assert took < _processor_time("import typer.rich_utils, rich.markdown, rich.table")
 
 
+def test_the_reward_worker_starts_without_torch() -> None:
+    """Verifiers need none of it; a reward model loads it when there is one."""
+    probe = "import core_trainer.workers.reward, sys\nassert not {'torch', 'transformers'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", probe], check=True)
+
+
 def test_every_module_has_a_layer() -> None:
     """A new module of rlinsight must be given a place in the layers."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]

@@ -65,7 +65,7 @@ class Watcher:
 @pytest.fixture(autouse=True)
 def _one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sft, "WorkerGroup", Group)
-    monkeypatch.setattr(sft.SftCluster, "_start_ray", lambda self: None)
+    monkeypatch.setattr(sft.SftCluster, "_start_ray", lambda *_: None)
     monkeypatch.setattr(Group, "fail_at", None)
     yield
     telemetry.shutdown(0)

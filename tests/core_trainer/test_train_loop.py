@@ -70,7 +70,7 @@ class Watcher:
 @pytest.fixture(autouse=True)
 def _one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(cluster, "WorkerGroup", Group)
-    monkeypatch.setattr(cluster.Cluster, "_start_ray", lambda self: None)
+    monkeypatch.setattr(cluster.Cluster, "_start_ray", lambda *_: None)
     monkeypatch.setattr(Group, "started", [])
     yield
     telemetry.shutdown(0)
