@@ -63,9 +63,9 @@ def test_metrics_of_any_library_arrive_with_our_resource(collector: Collector, t
         counter.add(2, {"route": "a"})
         histogram.record(4)
     gauge.set(7)
-    assert telemetry.flush(5)
+    assert telemetry.flush(60)
     counter.add(3, {"route": "a"})
-    assert telemetry.shutdown(5)
+    assert telemetry.shutdown(60)
     first, second = collector.metrics("requests")
     (one,), (two,) = first.sum.data_points, second.sum.data_points
     assert (one.as_int, two.as_int, first.sum.aggregation_temporality, first.sum.is_monotonic) == (2, 5, 2, True)
@@ -106,7 +106,7 @@ def test_ids_and_texts_are_no_labels(collector: Collector, tmp_path: Path) -> No
         for index in range(5):
             ids = {names.ROLLOUT_ID: f"r-{index}", names.STEP_INDEX: index, "gen_ai.prompt": f"secret {index}"}
             counter.add(1, {**ids, "engine": "native"})
-    assert telemetry.shutdown(5)
+    assert telemetry.shutdown(60)
     (point,) = collector.metrics("tokens")[0].sum.data_points
     assert (point.as_int, attributes(point.attributes)) == (5, {"engine": "native"})
     assert attributes(point.exemplars[0].filtered_attributes)[names.ROLLOUT_ID] == "r-4"
@@ -123,8 +123,8 @@ def test_too_many_series_overflow_into_one(
     counter = METER.create_counter("exploding")
     for key in range(50):
         counter.add(1, {"key": key})
-    assert telemetry.flush(5)
-    assert telemetry.shutdown(5)
+    assert telemetry.flush(60)
+    assert telemetry.shutdown(60)
     points = collector.metrics("exploding")[0].sum.data_points
     overflow = [point.as_int for point in points if attributes(point.attributes) == {"otel.metric.overflow": True}]
     assert (len(points), overflow) == (11, [40])
@@ -137,11 +137,11 @@ def test_each_recording_counts_from_zero(collector: Collector, tmp_path: Path) -
     counter = METER.create_counter("restarted")
     start(collector, tmp_path)
     counter.add(5)
-    assert telemetry.shutdown(5)
+    assert telemetry.shutdown(60)
     counter.add(100)
     start(collector, tmp_path)
     counter.add(1)
-    assert telemetry.shutdown(5)
+    assert telemetry.shutdown(60)
     first, second = collector.metrics("restarted")
     assert (first.sum.data_points[0].as_int, second.sum.data_points[0].as_int) == (5, 1)
 
@@ -221,7 +221,7 @@ def test_a_forked_child_measures_nothing_and_waits_for_no_lock(collector: Collec
             os._exit(code)
     release.set()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert telemetry.shutdown(5)
+    assert telemetry.shutdown(60)
     values = {metric.sum.data_points[0].as_int for metric in collector.metrics("forked")}
     assert values == {1, 100}
 
@@ -233,7 +233,7 @@ def test_shutting_the_global_provider_down_does_not_silence_us(collector: Collec
     assert provider.force_flush()
     provider.shutdown()
     metrics.get_meter("another").create_counter("after").add(1)
-    assert telemetry.shutdown(5)
+    assert telemetry.shutdown(60)
     assert collector.metrics("after")[-1].sum.data_points[0].as_int == 1
 
 
@@ -250,7 +250,7 @@ telemetry.setup("controller", spool_dir=Path(sys.argv[1]), run_id="r", attempt=1
 counter = metrics.get_meter("x").create_counter("shared")
 for index in range(3):
     counter.add(1, {"rlinsight.rollout.id": f"r-{index}"})
-assert telemetry.shutdown(10)
+assert telemetry.shutdown(60)
 found = [m for r in theirs.get_metrics_data().resource_metrics for s in r.scope_metrics for m in s.metrics]
 assert [(m.name, len(m.data.data_points)) for m in found] == [("shared", 3)], found
 """
@@ -273,7 +273,7 @@ with telemetry.span("alive"):
     telemetry.event("event", {})
 from opentelemetry import metrics
 metrics.get_meter("x").create_counter("alive").add(1)
-assert telemetry.shutdown(10)
+assert telemetry.shutdown(60)
 """
 BROKEN = [
     *(f"OTEL_{item}_COUNT_LIMIT" for item in ("ATTRIBUTE", "SPAN_ATTRIBUTE", "SPAN_EVENT", "LINK_ATTRIBUTE")),

@@ -56,7 +56,7 @@ def test_busy_collector_is_given_the_time_it_asks_for(tmp_path: Path) -> None:
     with running(Collector(script)) as collector:
         start(tmp_path, collector.url)
         emit(0, 10)
-        assert telemetry.shutdown(10)
+        assert telemetry.shutdown(60)
         first, second, third = collector.requests[:3]
         assert second.at - first.at >= 1.0
         assert third.at - second.at < 1.0
@@ -73,7 +73,7 @@ def test_a_time_without_end_is_cut_short(tmp_path: Path, monkeypatch: pytest.Mon
     ) as collector:
         start(tmp_path, collector.url)
         emit(0, 10)
-        assert telemetry.shutdown(5)
+        assert telemetry.shutdown(60)
         assert indices(collector) == list(range(10))
 
 
@@ -82,7 +82,7 @@ def test_a_lost_answer_is_not_a_duplicate(tmp_path: Path) -> None:
     with running(Collector([Answer(hang_up=True)])) as collector:
         start(tmp_path, collector.url)
         emit(0, 10)
-        assert telemetry.shutdown(10)
+        assert telemetry.shutdown(60)
         assert collector.duplicates == 1
         assert indices(collector) == list(range(10))
 
@@ -93,7 +93,7 @@ def test_a_refused_batch_is_kept_aside_and_the_rest_goes_on(status: int, tmp_pat
     with running(Collector([Answer(status)])) as collector:
         start(tmp_path, collector.url)
         emit(0, 10)
-        assert telemetry.flush(5)
+        assert telemetry.flush(60)
         emit(10, 20)
         assert not telemetry.shutdown(5)
         assert indices(collector) == list(range(10, 20))
@@ -112,7 +112,7 @@ def test_a_poisonous_batch_blocks_nothing_for_ever(tmp_path: Path, monkeypatch: 
     with running(Collector([Answer(500)] * spool.MAX_SERVER_ERRORS)) as collector:
         start(tmp_path, collector.url)
         emit(0, 3)
-        assert telemetry.flush(5)
+        assert telemetry.flush(60)
         emit(3, 6)
         telemetry.shutdown(5)
         assert indices(collector) == [3, 4, 5]
@@ -266,7 +266,7 @@ def test_processes_deliver_by_the_clock_and_at_once_when_somebody_waits(
         emit(0, 5)
         time.sleep(0.3)
         assert (indices(collector), len(list(tmp_path.rglob("*.seg")))) == ([], 1)
-        assert telemetry.flush(5)
+        assert telemetry.flush(60)
         assert indices(collector) == list(range(5))
         telemetry.event("e", {"index": 5, "blob": b"x" * 200_000})
         deadline = time.monotonic() + 5
@@ -285,10 +285,10 @@ def test_an_idle_connection_that_was_closed_is_not_an_outage(tmp_path: Path, cap
     with running(Collector(), idle_timeout_s=1.0) as collector:
         start(tmp_path, collector.url)
         emit(0, 1)
-        assert telemetry.flush(5)
+        assert telemetry.flush(60)
         time.sleep(2.0)
         emit(1, 2)
-        assert telemetry.shutdown(5)
+        assert telemetry.shutdown(60)
         assert indices(collector) == [0, 1]
         assert health(collector)[names.RETRIED] == 0
     assert caplog.text == ""
@@ -314,7 +314,7 @@ def test_without_an_endpoint_flush_means_on_disk(tmp_path: Path) -> None:
     """Spool only: flush says that everything is durable, shutdown that it is not delivered."""
     start(tmp_path, None)
     emit(0, 5)
-    assert telemetry.flush(5)
+    assert telemetry.flush(60)
     assert not telemetry.shutdown(5)
     with running(Collector()) as collector:
         spool.deliver_leftovers(tmp_path, collector.url)

@@ -49,11 +49,11 @@ def latest(collector: Collector, name: str) -> dict[tuple[str, ...], float]:
 def test_process_and_machine_are_reported(collector: Collector, tmp_path: Path) -> None:
     """Process and machine report what they use, in the units of the conventions, and a busy process is seen busy."""
     start(collector, tmp_path)
-    assert telemetry.flush(5)
+    assert telemetry.flush(60)
     end = psutil.Process().cpu_times().user + 0.2
     while psutil.Process().cpu_times().user < end:
         sum(range(1000))
-    assert telemetry.shutdown(5)
+    assert telemetry.shutdown(60)
     assert 0.01 < latest(collector, names.PROCESS_CPU)[()] <= 1.5
     assert 10e6 < latest(collector, names.PROCESS_MEMORY)[()] < psutil.virtual_memory().total
     assert latest(collector, names.PROCESS_THREADS)[()] >= 3
@@ -86,7 +86,7 @@ def test_switched_off_nothing_is_reported(collector: Collector, tmp_path: Path) 
 def test_one_process_of_a_run_reports_the_machine(collector: Collector, tmp_path: Path) -> None:
     """A second process on the machine reports itself alone, until the first is gone; then it reports the machine."""
     start(collector, tmp_path)
-    assert telemetry.flush(5)
+    assert telemetry.flush(60)
     ready, go_on = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
@@ -94,12 +94,12 @@ def test_one_process_of_a_run_reports_the_machine(collector: Collector, tmp_path
         try:
             with running(Collector()) as own:
                 start(own, tmp_path, "policy")
-                assert telemetry.flush(5)
+                assert telemetry.flush(60)
                 assert own.metrics(names.PROCESS_MEMORY)
                 assert not own.metrics(names.SYSTEM_MEMORY)
                 os.write(ready[1], b"x")
                 os.read(go_on[0], 1)
-                assert telemetry.flush(5)
+                assert telemetry.flush(60)
                 assert own.metrics(names.SYSTEM_MEMORY)
             code = 0
         finally:
@@ -137,7 +137,7 @@ def test_gpus_are_read_through_nvml(collector: Collector, tmp_path: Path, monkey
     """Each GPU is a series by its id, in the units of the conventions; a sensor that is missing is absent."""
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml())
     start(collector, tmp_path)
-    assert telemetry.shutdown(5)
+    assert telemetry.shutdown(60)
     first, second = ("GPU-0", "H100", "gpu"), ("GPU-1", "H100", "gpu")
     assert latest(collector, names.GPU_UTILIZATION) == {first: 0.4, second: 0.41}
     assert latest(collector, names.GPU_MEMORY) == {first: 3, second: 3}
@@ -154,8 +154,8 @@ def test_without_gpus_there_is_silence(
     monkeypatch.setitem(sys.modules, "pynvml", module)
     caplog.set_level(logging.DEBUG, "rlinsight")
     start(collector, tmp_path)
-    assert telemetry.flush(5)
-    assert telemetry.shutdown(5)
+    assert telemetry.flush(60)
+    assert telemetry.shutdown(60)
     assert collector.metrics(names.GPU_UTILIZATION) == []
     assert [record.levelname for record in caplog.records if "GPU" in record.message] == ["DEBUG"]
     assert [record for record in caplog.records if record.levelno > logging.DEBUG] == []
@@ -177,7 +177,7 @@ def test_what_a_container_hides_is_absent(
 
     monkeypatch.setattr(psutil, "disk_io_counters", hidden)
     start(collector, tmp_path)
-    assert telemetry.shutdown(5)
+    assert telemetry.shutdown(60)
     assert collector.metrics(names.SYSTEM_DISK) == []
     assert collector.metrics(names.SYSTEM_MEMORY) != []
     assert [record for record in caplog.records if record.levelno > logging.DEBUG] == []

@@ -72,7 +72,7 @@ def test_spans_link_to_parents_roots_carriers_and_links(collector: Collector, tm
     with telemetry.span("worker-2", carrier=call):
         pass
     assert done == reserved
-    assert telemetry.shutdown(5)
+    assert telemetry.shutdown(60)
     step, phase, rollout = collector.span("step"), collector.span("phase"), collector.span("rollout")
     assert phase.parent_span_id == step.span_id
     assert phase.trace_id == step.trace_id
@@ -99,7 +99,7 @@ def test_exceptions_mark_the_span_and_go_on(kind: type[BaseException], collector
     with pytest.raises(kind), telemetry.span("broken"):
         raise kind("why")
     assert telemetry.inject() == {}
-    assert telemetry.shutdown(5)
+    assert telemetry.shutdown(60)
     status = collector.span("broken").status
     assert (status.code, status.message) == (2, f"{kind.__name__}: why")
 
@@ -121,7 +121,7 @@ def test_an_announced_span_is_visible_while_it_is_open(collector: Collector, tmp
     assert carrier == f"00-{second.trace_id.hex()}-{second.span_id.hex()}-01"
     assert (seen[names.START_NAME], seen[names.START_PARENT]) == (names.TRAIN, parent)
     assert (seen[names.PHASE], seen[names.STEP_INDEX], seen[names.LANE]) == ("train", 7, "controller/0")
-    assert telemetry.shutdown(5)
+    assert telemetry.shutdown(60)
     assert collector.span(names.TRAIN).start_time_unix_nano == seen[names.START_NS]
 
 
@@ -146,7 +146,7 @@ def test_events_carry_every_value_exactly(collector: Collector, tmp_path: Path) 
         telemetry.event(names.TURN_CONTENT, values, time_ns=123)
     telemetry.event(names.GROUP, {}, carrier=here.carrier())
     telemetry.event(names.RUN_END, {names.REASON: ValueError("no data")})
-    assert telemetry.shutdown(5)
+    assert telemetry.shutdown(60)
     (turn,), (group,), (end,) = (collector.events(n) for n in (names.TURN_CONTENT, names.GROUP, names.RUN_END))
     span = collector.span("here")
     assert (turn.trace_id, turn.span_id) == (group.trace_id, group.span_id) == (span.trace_id, span.span_id)
@@ -177,7 +177,7 @@ def test_the_step_reaches_every_thread_and_is_put_back(collector: Collector, tmp
         with telemetry.span("outer"):
             pass
     telemetry.event("after", {})
-    assert telemetry.shutdown(5)
+    assert telemetry.shutdown(60)
     steps = {event.event_name: attributes(event.attributes).get(names.STEP_INDEX) for event in collector.events()}
     assert (steps["in-thread"], steps["own"], steps["after"]) == (2, 9, None)
     assert attributes(collector.span("outer").attributes)[names.STEP_INDEX] == 1
@@ -203,9 +203,9 @@ def test_no_text_leaves_unless_captured_in_full(text, collector: Collector, tmp_
     """Secrets in prompts, responses, answers, explanations, token ids and exceptions never leave, on wire or disk."""
     start(collector, tmp_path, text=text)
     emit_secrets()
-    assert telemetry.flush(5)
+    assert telemetry.flush(60)
     on_disk = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
-    assert telemetry.shutdown(5)
+    assert telemetry.shutdown(60)
     for secret in (*SECRETS, "SECRETID"):
         assert secret.encode() not in collector.raw
         assert secret.encode() not in on_disk
@@ -228,12 +228,12 @@ def test_full_capture_keeps_texts_and_can_leave_arrays_out(collector: Collector,
     """Mode full carries every secret (so the test above can fail); token_arrays=False removes the arrays alone."""
     start(collector, tmp_path / "full")
     emit_secrets()
-    assert telemetry.shutdown(5)
+    assert telemetry.shutdown(60)
     assert all(secret.encode() in collector.raw for secret in (*SECRETS, "SECRETID", "LOGPROBS"))
     with running(Collector()) as other:
         start(other, tmp_path / "texts", token_arrays=False)
         emit_secrets()
-        assert telemetry.shutdown(5)
+        assert telemetry.shutdown(60)
         assert all(secret.encode() in other.raw for secret in SECRETS[:5])
         assert b"SECRETID" not in other.raw
         assert b"LOGPROBS" not in other.raw
@@ -291,7 +291,7 @@ def test_spans_of_other_libraries_belong_to_ours(collector: Collector, tmp_path:
                 pass
         trace.get_current_span().set_attribute("from-elsewhere", 5)
         get_logger("a-library").emit(event_name="their-event", body="a line")
-    assert telemetry.shutdown(5)
+    assert telemetry.shutdown(60)
     ours, theirs, inner = (collector.span(name) for name in ("ours", "theirs", "inner"))
     assert (theirs.trace_id, theirs.parent_span_id) == (ours.trace_id, ours.span_id)
     assert inner.parent_span_id == theirs.span_id
@@ -312,7 +312,7 @@ def test_what_other_libraries_record_cannot_cost_a_batch(collector: Collector, t
     tracer.start_span(["no", "name"]).end()  # type: ignore[arg-type]
     for index in range(20):
         tracer.start_span(f"span {index}", attributes={f"key {n}": "x" * 5000 for n in range(200)}).end()
-    assert not telemetry.shutdown(5)
+    assert not telemetry.shutdown(60)
     spans = collector.spans()
     assert [span.name for span in spans] == ["lone ?", *(f"span {index}" for index in range(20))]
     first = attributes(spans[0].attributes)
@@ -348,7 +348,7 @@ def test_no_text_of_other_libraries_leaves_unless_captured_in_full(text, collect
     """Content attributes, exception events, status messages and log bodies of any library obey the text mode."""
     start(collector, tmp_path, text=text)
     emit_foreign_secrets()
-    assert telemetry.shutdown(5)
+    assert telemetry.shutdown(60)
     for secret in SECRETS[:5]:
         assert secret.encode() not in collector.raw
     foreign = collector.span("foreign")
@@ -362,7 +362,7 @@ def test_full_capture_keeps_the_texts_of_other_libraries(collector: Collector, t
     """Mode full carries every secret of other libraries, so the test above can fail."""
     start(collector, tmp_path)
     emit_foreign_secrets()
-    assert telemetry.shutdown(5)
+    assert telemetry.shutdown(60)
     assert all(secret.encode() in collector.raw for secret in SECRETS[:5])
 
 
@@ -375,7 +375,7 @@ telemetry.setup("controller", spool_dir=Path(sys.argv[1]), run_id="run-1", attem
 with telemetry.span("ours", {f"key {n}": "x" * 100 for n in range(200)}):
     with trace.get_tracer("x").start_as_current_span("theirs", attributes={f"key {n}": "x" * 100 for n in range(200)}):
         telemetry.event("event", {f"key {n}": "x" * 100 for n in range(200)})
-assert telemetry.shutdown(10)
+assert telemetry.shutdown(60)
 """
 
 
@@ -403,7 +403,7 @@ trace.set_tracer_provider(TracerProvider())
 telemetry.setup("controller", spool_dir=Path(sys.argv[1]), run_id="run-1", attempt=1, endpoint=sys.argv[2])
 with telemetry.span("ours"), trace.get_tracer("x").start_as_current_span("theirs"):
     pass
-assert telemetry.shutdown(10)
+assert telemetry.shutdown(60)
 """
 
 
@@ -422,7 +422,7 @@ def test_setup_again_starts_a_new_recording(collector: Collector, tmp_path: Path
     start(collector, tmp_path, lane="second")
     open_span.end()
     tracer.start_span("two").end()
-    assert telemetry.shutdown(5)
+    assert telemetry.shutdown(60)
     tracer.start_span("after").end()
     lanes = {span.name: attributes(span.attributes)[names.LANE] for span in collector.spans()}
     assert lanes == {"one": "first", "two": "second"}
@@ -442,7 +442,7 @@ def test_spans_that_a_library_never_ends_are_forgotten_with_it(collector: Collec
     assert len(recorder._open) == 1
     held.end()
     assert len(recorder._open) == 0
-    assert telemetry.shutdown(5)
+    assert telemetry.shutdown(60)
     assert [span.name for span in collector.spans()] == ["held"]
 
 
@@ -454,7 +454,7 @@ def test_shutting_the_global_provider_down_does_not_silence_us(collector: Collec
         provider.shutdown()  # type: ignore[attr-defined]
     with telemetry.span("after"):
         telemetry.event("after", {})
-    assert telemetry.shutdown(5)
+    assert telemetry.shutdown(60)
     assert collector.span("after").span_id == collector.events("after")[0].span_id
 
 
@@ -533,7 +533,7 @@ def test_emitting_may_interrupt_emitting(collector: Collector, tmp_path: Path) -
     thread.start()
     thread.join(5)
     assert not thread.is_alive()
-    assert telemetry.shutdown(5)
+    assert telemetry.shutdown(60)
     assert (len(collector.events("outer")), len(collector.events("inner"))) == (1, interruptions)
     assert interruptions > 5
 
@@ -558,7 +558,7 @@ def test_a_signal_handler_may_emit(collector: Collector, tmp_path: Path) -> None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
-    assert telemetry.shutdown(10)
+    assert telemetry.shutdown(60)
     assert fired > 20
     assert (len(collector.events("from-handler")), len(collector.events("from-loop"))) == (fired, emitted)
 
@@ -576,12 +576,12 @@ def test_a_forked_child_is_silent_until_it_sets_up_itself(collector: Collector, 
                 telemetry.setup("child", spool_dir=tmp_path, run_id="run-1", attempt=1, endpoint=collector.url)
                 telemetry.event("from-child", {})
                 trace.get_current_span().end()  # the parent's, as a library would
-                assert telemetry.shutdown(5)
+                assert telemetry.shutdown(60)
                 code = 0
             finally:
                 os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert telemetry.shutdown(5)
+    assert telemetry.shutdown(60)
     assert [span.name for span in collector.spans()] == ["their parent", "parent"]
     assert len(collector.events("from-child")) == 1
     assert collector.events("lost") == []
@@ -619,7 +619,7 @@ def test_the_final_health_report_accounts_for_every_item(collector: Collector, t
     for _ in range(700):
         with telemetry.span("a"):
             telemetry.event("e", {})
-    assert telemetry.shutdown(10)
+    assert telemetry.shutdown(60)
     health = attributes(collector.events(names.PRODUCER_HEALTH)[-1].attributes)
     assert health[names.EMITTED] == len(collector.spans()) + len(collector.events())
     assert health[names.SENT] == health[names.EMITTED] - 1  # the report itself was still on its way
@@ -646,7 +646,7 @@ def test_a_call_that_shutdown_overtakes_counts_nowhere(collector: Collector, tmp
     late.start()
     assert inside.wait(5)
     telemetry.event("e", {})
-    assert telemetry.shutdown(10)
+    assert telemetry.shutdown(60)
     release.set()
     late.join()
     assert recorder.exporter.counts.emitted == recorder.exporter.counts.sent == len(collector.events())

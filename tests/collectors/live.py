@@ -35,7 +35,7 @@ class Collector:
     def stop(self) -> int:
         """SIGTERM; returns the exit code."""
         self.process.terminate()
-        return self.process.wait(20)
+        return self.process.wait(60)
 
 
 def command(store: Path, *arguments: str) -> list[str]:
@@ -44,7 +44,7 @@ def command(store: Path, *arguments: str) -> list[str]:
 
 def start(store: Path, arguments: Sequence[str] = ()) -> Collector:
     process = subprocess.Popen(command(store, *arguments), stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         endpoint = read_endpoint(store)
         if endpoint is not None and endpoint.pid == process.pid:

@@ -66,7 +66,7 @@ def _trace(name: str, count: int = 1) -> bytes:
     return request.SerializeToString()
 
 
-def _wait(condition, seconds: float = 15) -> None:
+def _wait(condition, seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "did not happen in time"
@@ -424,7 +424,7 @@ def test_it_leaves_when_its_last_owner_is_dead_or_released(tmp_path):
             running.http.request("DELETE", "/v1/owners", json={"pid": second.pid}, headers=running.auth)
             released = time.monotonic()
             assert running.http.post("/v1/traces", content=_trace("late"), headers=PROTOBUF).status_code == 200
-            assert running.process.wait(15) == 0
+            assert running.process.wait(60) == 0
             assert time.monotonic() - released > DELIVER_S  # else a living producer would lose it between deliveries
     finally:
         for process in (first, second):
