@@ -23,11 +23,11 @@ pytestmark = pytest.mark.slow  # seconds each: a model is trained
 _one_process = test_train_loop._one_process  # the fixture
 
 
-def skips_its_refresh(rollout: Any, data: Any, model: Any, *args: Any) -> RolloutEngine:
+def skips_its_refresh(rollout: Any, data: Any, model: Any, *args: Any, **options: Any) -> RolloutEngine:
     """An engine over a copy of the policy that takes the first weights it is given and no others."""
     copy = deepcopy(model)
     attention.enable(copy)
-    engine = build_engine(rollout, data, copy, *args)
+    engine = build_engine(rollout, data, copy, *args, **options)
     take = engine.sync_weights
 
     def sync_weights(policy_version: int) -> list[Any]:
@@ -39,9 +39,9 @@ def skips_its_refresh(rollout: Any, data: Any, model: Any, *args: Any) -> Rollou
     return engine
 
 
-def reports_an_old_version(*args: Any) -> RolloutEngine:
+def reports_an_old_version(*args: Any, **options: Any) -> RolloutEngine:
     """An engine that serves the policy's weights, and says of each turn that version 0 sampled it."""
-    engine = build_engine(*args)
+    engine = build_engine(*args, **options)
     plain = engine.generate
 
     async def generate(request: GenerateRequest) -> Turn:

@@ -28,12 +28,13 @@ from core_trainer.validation import (
     pass_at_k,
     validate,
 )
+from core_trainer.workers import policy as policy_worker
 from core_trainer.workers.base import Place
 from core_trainer.workers.policy import PolicyWorker
 from core_trainer.workers.reward import RewardWorker
 from rlinsight import config, names, telemetry
 from rlinsight.config import Config, ValidationSection
-from rlinsight.errors import ConfigError, RewardError
+from rlinsight.errors import ConfigError, EngineError, RewardError
 
 RNG = random.Random(5)
 
@@ -363,6 +364,39 @@ def test_datasets_of_one_name_are_told_apart(phase: Any) -> None:
         phase(validation={"datasets": [LETTERS, LETTERS]})
     with pytest.raises(ConfigError, match=r"validation dataset reasoning_gym:nope: .*no task 'nope'"):
         phase(validation={"datasets": [{"source": "reasoning_gym:nope"}]})
+
+
+def failing(engine: Any, fails: Any) -> Any:
+    """The engine, but for requests of which ``fails`` holds by id."""
+    plain = engine.generate
+
+    async def generate(request: Any) -> Any:
+        if fails(request.request_id):
+            raise EngineError("gone")
+        return await plain(request)
+
+    engine.generate = generate
+    return engine
+
+
+@pytest.mark.slow
+def test_rollouts_that_failed_are_in_no_metric(phase: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first prompt has two of three samples left, the second none; when nothing comes back the run ends."""
+    lost = ("a1-s000000-v00-g00000-r000", "a1-s000000-v00-g00001", "a1-s000001")
+    build = policy_worker.build_engine
+
+    def build_failing(*args: Any, **options: Any) -> Any:
+        return failing(build(*args, **options), lambda name: name.startswith(lost))
+
+    monkeypatch.setattr(policy_worker, "build_engine", build_failing)
+    run = phase(
+        validation={"datasets": [SUMS], "n": 3, "temperature": 1.0},
+        reward={"functions": [{"type": "length", "target": 1, "max": 100}]},
+        rollout={"on_error": "drop", "max_new_tokens": 4},
+    )
+    assert {metric.name: metric.num_samples for metric in run(0)}["mean@3"] == 2 + 3
+    with pytest.raises(EngineError, match=r"all 9 rollouts of a validation failed \(EngineError\); see view errors"):
+        run(1)
 
 
 @pytest.mark.slow
