@@ -281,6 +281,7 @@ class OpenAIEngine:
                 "SGLANG_RETURN_ORIGINAL_LOGPROB, or set rollout.temperature: 1"
             )
         self._check_truncation()
+        self._check_stop()
         self._usual_gap = gap
 
     def _check_truncation(self) -> None:
@@ -295,24 +296,40 @@ class OpenAIEngine:
                 "remove rollout.top_p and rollout.top_k, or set rollout.engine: vllm_server"
             )
 
+    def _check_stop(self) -> None:
+        """See that an answer ends with a stop token: a server that knows none would never end one."""
+        greedy = SamplingParams(2, 0.0)
+        first = self._ask(greedy).token_ids[0]
+        stopped = self._ask(greedy, (first,))
+        if stopped.token_ids != [first] or stopped.finish_reason != "stop":
+            raise EngineError(
+                f"{self.server.url} does not end an answer after a token of stop_token_ids, so none would end with its "
+                "turn; it cannot serve rollouts"
+            )
+
     def _probe(self, params: SamplingParams) -> tuple[np.ndarray, list[np.ndarray]]:
         """Log-probs of a short answer: the server's, and the trainer's after and before the temperature."""
-        prompt = tuple(self.tokenizer(PROBE, add_special_tokens=False)["input_ids"])
-        request = GenerateRequest(f"probe-{time.time_ns()}", prompt, params)
-        answer = Answer(self.policy_version)
-        told = self.server.call("POST", self.dialect.path, self.dialect.body(request, self.served_model, (), False))
+        answer, prompt = self._ask(params), np.asarray(self._probe_tokens())
+        tokens = np.asarray(answer.token_ids, dtype=np.int64)
+        log_probs = np.asarray(answer.log_probs, dtype=np.float32)
+        sample = TrainSample("probe", "probe", prompt, tokens, np.ones(len(tokens), dtype=bool), log_probs, 0)
+        budget = len(prompt) + len(tokens)
+        return log_probs, [sample_log_probs(self.model, [sample], t, budget)[0] for t in (params.temperature, 1.0)]
+
+    def _ask(self, params: SamplingParams, stop_token_ids: tuple[int, ...] = ()) -> Answer:
+        """A short answer, waited for."""
+        request = GenerateRequest(f"probe-{time.time_ns()}", self._probe_tokens(), params)
+        body = self.dialect.body(request, self.served_model, stop_token_ids, stream=False)
+        told, answer = self.server.call("POST", self.dialect.path, body), Answer(self.policy_version)
         try:
             answer.add(self._read(request, answer, json.dumps(told)))
             self._turn(request, answer)
         except BadAnswer as error:
             raise EngineError(f"{self.server.url} cannot be sampled from: {error}") from error
-        tokens = np.asarray(answer.token_ids, dtype=np.int64)
-        log_probs = np.asarray(answer.log_probs, dtype=np.float32)
-        sample = TrainSample(
-            request.request_id, "probe", np.asarray(prompt), tokens, np.ones(len(tokens), dtype=bool), log_probs, 0
-        )
-        budget = len(prompt) + len(tokens)
-        return log_probs, [sample_log_probs(self.model, [sample], t, budget)[0] for t in (params.temperature, 1.0)]
+        return answer
+
+    def _probe_tokens(self) -> tuple[int, ...]:
+        return tuple(self.tokenizer(PROBE, add_special_tokens=False)["input_ids"])
 
 
 def _identify(server: Server, wanted: str | None, length: int) -> tuple[str, int | None]:

@@ -63,11 +63,12 @@ class ScriptedServer:
         max_model_len: int | None = 512,
         api_key: str | None = None,
         names: Sequence[str] = ("tiny",),
+        knows_stop_tokens: bool = True,
     ) -> None:
         """``log_probs``: after the temperature and truncation; before both; or after the temperature alone."""
         self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
         self.style, self.log_probs, self.max_model_len = style, log_probs, max_model_len
-        self.api_key, self.names = api_key, names
+        self.api_key, self.names, self.knows_stop_tokens = api_key, names, knows_stop_tokens
         self.script: list[Fault | None] = []
         self.asked: list[Asked] = []
         self.hung_up = 0  # answers whose client went away
@@ -127,7 +128,7 @@ class ScriptedServer:
             likeliest = list(zip(top.indices.tolist(), top.values.tolist(), strict=True))[: options["top"]]
             tokens.append(int(chosen))
             yield int(chosen), float(reported[chosen]), likeliest
-            if int(chosen) in options["stop"]:
+            if int(chosen) in options["stop"] and self.knows_stop_tokens:
                 return
 
     def load(self, folder: str) -> None:

@@ -176,7 +176,9 @@ def test_train_on_a_vllm_server(vllm_server: str, large_headed: Path, tmp_path: 
     project.tree["rollout"] |= {"engine": "openai", "temperature": 0.8, "openai": {"urls": [vllm_server]}}
     project.tree["data"]["max_prompt_tokens"] = 128
     project.tree["trainer"] |= {"total_steps": 3}
-    project.train()
+    process = project.start()
+    out, err = process.communicate(timeout=900)
+    assert process.returncode == 0, out + err
     for row in project.rows("SELECT * FROM v_linkage"):
         assert row["n"] > 0, row
         assert row["linked"] == row["n"], row
