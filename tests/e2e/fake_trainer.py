@@ -2,8 +2,9 @@
 
     python -m tests.e2e.fake_trainer CONFIG MODE [--resume]
 
-MODE says how it goes: ``finish``, ``slow`` (waits in each step), ``stuck`` (never asks whether to stop), ``fail`` (an
-error the user can act on), ``bug`` (any other), ``crash`` (fails and leaves a checkpoint), ``exit`` (as Ray does on
+MODE says how it goes: ``finish``, ``slow`` (waits in each step), ``held`` (so too, and in the last one until the test
+lets it go: on a machine however busy it outlives what is done to it), ``stuck`` (never asks whether to stop), ``fail``
+(an error the user can act on), ``bug`` (any other), ``crash`` (fails and leaves a checkpoint), ``exit`` (as Ray does on
 SIGTERM while it starts), ``spoil`` (leaves a spool folder that cannot be delivered), ``die`` (collector, then process
 are killed in the middle of a step).
 """
@@ -31,6 +32,8 @@ def trainer(mode: str) -> launch.Controller:
         checkpoint = job.resume
         for step in range(first, config.trainer.total_steps + 1):
             with telemetry.step_context(step), telemetry.span(names.STEP, announce=True, root=True):
+                if mode == "held":
+                    _hold(step == config.trainer.total_steps, config.telemetry.store)
                 _misbehave(mode, step, config.telemetry.store, job.spool_dir)
                 rewards.append(step / config.trainer.total_steps)
                 attributes = {names.METRIC_NAME: names.M_REWARD_MEAN, names.METRIC_VALUE: rewards[-1]}
@@ -44,6 +47,17 @@ def trainer(mode: str) -> launch.Controller:
         return RunSummary(status, step, rewards, checkpoint)
 
     return run
+
+
+def may_end(path: Path, pid: int) -> Path:
+    """The file that lets the run of a process end, by the path of its store."""
+    return path.with_name(f"go-{pid}")
+
+
+def _hold(last: bool, path: Path) -> None:
+    time.sleep(0.3)
+    while last and not may_end(path, os.getpid()).exists():
+        time.sleep(0.1)
 
 
 def _misbehave(mode: str, step: int, path: Path, spool_dir: Path) -> None:

@@ -33,7 +33,7 @@ def test_its_advantage_and_its_phase_are_in_the_store(tmp_path: Path, tiny_model
     project.tree["trainer"] |= {"total_steps": 3, "prompts_per_step": 8}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(project.tree))
     result = subprocess.run(
-        [sys.executable, EXAMPLE, "config.yaml"], cwd=tmp_path, text=True, capture_output=True, timeout=280
+        [sys.executable, EXAMPLE, "config.yaml"], cwd=tmp_path, text=True, capture_output=True, timeout=600
     )
     assert result.returncode == 0, result.stdout + result.stderr
 

@@ -22,6 +22,7 @@ import pytest
 import yaml
 
 from rlinsight import store
+from tests.e2e.fake_trainer import may_end
 
 ROOT = Path(__file__).parents[2]
 
@@ -77,6 +78,10 @@ class Place:
             command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heed_signals
         )
 
+    def let_go(self, process: subprocess.Popen[str]) -> None:
+        """Let a ``held`` run end."""
+        may_end(self.store, process.pid).touch()
+
     def start_worker(self) -> subprocess.Popen[str]:
         """A process of its own that emits until it reads a line, then tells how much."""
         return subprocess.Popen(
@@ -86,7 +91,7 @@ class Place:
 
     def run(self, mode: str, *arguments: str) -> tuple[int, str, str]:
         process = self.start(mode, *arguments)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=200)
         return process.returncode, out, err
 
     def query(self, sql: str) -> list[dict[str, Any]]:
@@ -101,7 +106,7 @@ class Place:
                 found.append(process)
         return found
 
-    def wait_for(self, condition: Any, timeout_s: float = 20) -> Any:
+    def wait_for(self, condition: Any, timeout_s: float = 120) -> Any:
         deadline = time.monotonic() + timeout_s
         while not (value := condition()):
             assert time.monotonic() < deadline, "timed out"
@@ -171,7 +176,7 @@ def test_ctrl_c_finishes_the_step_and_resume_goes_on(place: Place) -> None:
     run = interrupted(place, signal.SIGINT)
     assert place.run("finish", "--resume")[0] == 0
     [resumed] = place.query("select run_id, status, steps_done, attempts from runs")
-    assert resumed == {"run_id": run["run_id"], "status": "finished", "steps_done": 40, "attempts": 2}
+    assert resumed == {"run_id": run["run_id"], "status": "finished", "steps_done": 400, "attempts": 2}
     assert place.query("select resumed_from_step as n from run_starts where attempt = 2") == [{"n": run["steps_done"]}]
 
 
@@ -201,12 +206,12 @@ def test_a_library_that_turns_sigterm_into_an_exit_makes_no_failure(place: Place
 
 
 def interrupted(place: Place, number: signal.Signals) -> dict[str, Any]:
-    """Stop a run of forty steps after its first with one signal, check how it ends, and return its row."""
-    place.write(total_steps=40)  # 12 s: a step shows in the store up to 2.5 s after it ended
+    """Stop a run after its first step with one signal, check how it ends, and return its row."""
+    place.write(total_steps=400)  # two minutes: a step shows in the store up to 2.5 s after it ended
     process = place.start("slow")
     place.wait_for(lambda: place.store.exists() and _steps(place))
     process.send_signal(number)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=200)
     assert process.returncode == 128 + number
     assert "stopping with a checkpoint" in err
     assert "--resume r-" in out
@@ -223,7 +228,7 @@ def test_two_signals_stop_now(place: Place) -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(timeout=1)
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=200)
     assert process.returncode == 130
     assert "interrupted at step 0/3" in out
     assert place.query("select status, exit_code from runs") == [{"status": "interrupted", "exit_code": 130}]
@@ -232,7 +237,7 @@ def test_two_signals_stop_now(place: Place) -> None:
 def test_a_killed_run_leaves_no_collector_and_its_spool_is_delivered_later(place: Place) -> None:
     """After kill -9 the collector goes by itself; the next run into the store brings what was left on disk."""
     process = place.start("die")
-    process.wait(timeout=30)
+    process.wait(timeout=120)
     assert process.returncode == -signal.SIGKILL
     place.wait_for(lambda: not place.processes())
     assert place.run("finish")[0] == 0
@@ -261,8 +266,8 @@ def test_a_spool_that_cannot_be_delivered_at_the_end_fails_no_run(place: Place) 
 
 def test_a_collector_that_dies_is_replaced_while_the_run_goes_on(place: Place) -> None:
     """Twice; the senders of the run and of another process follow, all is stored once, and every edge links."""
-    place.write(total_steps=60)
-    process = place.start("slow")
+    place.write(total_steps=20)
+    process = place.start("held")
     first = place.wait_for(lambda: store.read_endpoint(place.store))
     worker = place.start_worker()
     seen = [first.pid]
@@ -273,16 +278,16 @@ def test_a_collector_that_dies_is_replaced_while_the_run_goes_on(place: Place) -
         seen.append(store.read_endpoint(place.store).pid)  # type: ignore[union-attr]
     known = len(place.query("select 1 from otel_logs where event_name = 'beat'"))
     place.wait_for(lambda: len(place.query("select 1 from otel_logs where event_name = 'beat'")) > known)
-    assert process.poll() is None, "the run ended before its worker was seen to follow"
-    sent = int(worker.communicate("stop\n", timeout=30)[0].split()[-1])
-    out, err = process.communicate(timeout=60)
+    place.let_go(process)
+    sent = int(worker.communicate("stop\n", timeout=200)[0].split()[-1])
+    out, err = process.communicate(timeout=200)
     assert process.returncode == 0
     assert "left on disk" not in out
     assert f"collector {seen[0]} is gone, {seen[1]} took over" in err
     assert place.query("select status, steps_done from runs where name = 'r'") == [
-        {"status": "finished", "steps_done": 60}
+        {"status": "finished", "steps_done": 20}
     ]
-    assert place.query("select count(*) as n, count(distinct step) as steps from steps") == [{"n": 60, "steps": 60}]
+    assert place.query("select count(*) as n, count(distinct step) as steps from steps") == [{"n": 20, "steps": 20}]
     assert place.query("select count(*) as n from otel_logs where event_name = 'beat'") == [{"n": sent}]
     assert place.query("select edge from v_linkage where linked <> n") == []
     assert place.query("select sum(missing) as missing, sum(dropped) as dropped from health") == [
@@ -296,34 +301,37 @@ def test_a_collector_that_dies_is_replaced_while_the_run_goes_on(place: Place) -
 
 def test_a_store_that_dies_with_its_collector_still_lets_the_run_finish(place: Place) -> None:
     """When no collector can start again the run exits 0 and prints the command that delivers later, which works."""
-    place.write(total_steps=40)
-    process = place.start("slow")
+    place.write(total_steps=10)
+    process = place.start("held")
     place.wait_for(lambda: place.store.exists() and _steps(place))
     endpoint = store.read_endpoint(place.store)
     assert endpoint is not None
     os.kill(endpoint.pid, signal.SIGKILL)
     kept = place.store.rename(place.store.with_name("kept"))
     place.store.mkdir()
-    out, _ = process.communicate(timeout=60)
+    place.let_go(process)
+    out, _ = process.communicate(timeout=200)
     assert process.returncode == 0
     [command] = re.findall(r"with: rlinsight (ingest .*)", out)
     place.store.rmdir()
     kept.rename(place.store)
-    subprocess.run([Path(sys.executable).with_name("rlinsight"), *shlex.split(command)], check=True, timeout=60)
-    assert place.query("select count(*) as n from steps") == [{"n": 40}]
+    subprocess.run([Path(sys.executable).with_name("rlinsight"), *shlex.split(command)], check=True, timeout=200)
+    assert place.query("select count(*) as n from steps") == [{"n": 10}]
 
 
 def test_two_runs_share_one_collector(place: Place) -> None:
     """A second run becomes an owner of the collector that runs; the first gives up its share and leaves without it."""
-    place.write(total_steps=20)
-    first = place.start("slow")
+    place.write(total_steps=5)
+    first = place.start("held")
     endpoint = place.wait_for(lambda: store.read_endpoint(place.store))
-    second = place.start("slow")
+    second = place.start("held")
     place.wait_for(lambda: _owners(endpoint) == sorted([first.pid, second.pid]))
-    assert first.wait(timeout=30) == 0
+    place.let_go(first)
+    assert first.wait(timeout=120) == 0
     assert _owners(endpoint) == [second.pid]
-    assert second.wait(timeout=30) == 0
-    assert place.query("select count(*) as n from runs where status = 'finished' and steps_done = 20") == [{"n": 2}]
+    place.let_go(second)
+    assert second.wait(timeout=120) == 0
+    assert place.query("select count(*) as n from runs where status = 'finished' and steps_done = 5") == [{"n": 2}]
 
 
 JOIN = """
@@ -352,7 +360,7 @@ def test_runs_that_start_at_the_same_moment_share_one_collector(place: Place) ->
             assert process.stdin is not None
             process.stdin.write("go\n")
             process.stdin.flush()
-    assert [process.wait(timeout=30) for process in started] == [0, 0, 0]
+    assert [process.wait(timeout=120) for process in started] == [0, 0, 0]
     assert place.processes() == []
     assert store.read_endpoint(place.store) is None
 
@@ -366,7 +374,7 @@ def test_a_collector_started_by_hand_outlives_the_runs_that_join_it(place: Place
     assert place.run("finish")[0] == 0
     assert _owners(endpoint) == [collector.pid]
     collector.send_signal(signal.SIGTERM)
-    assert collector.wait(timeout=20) == 0
+    assert collector.wait(timeout=120) == 0
     assert place.query("select status from runs") == [{"status": "finished"}]
 
 

@@ -19,7 +19,6 @@ def configure(place: Place, **telemetry: Any) -> None:  # noqa: F811
     place.config.write_text(yaml.safe_dump(tree))
 
 
-@pytest.mark.slow
 def test_a_run_records_its_machine_and_what_it_scrapes(
     place: Place,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
