@@ -165,10 +165,12 @@ class KVCache:
         for cache in (*self.keys, *self.values):
             cache[index] = 0
 
-    def copy(self, source: Block, target: Block) -> None:
-        """Copy a block's content."""
+    def copy(self, sources: Sequence[Block], targets: Sequence[Block]) -> None:
+        """Copy blocks' contents, all read before any is written."""
+        indices = [[block.index for block in blocks] for blocks in (sources, targets)]
+        source, target = torch.tensor(indices, dtype=torch.int64, device=self.device)
         for cache in (*self.keys, *self.values):
-            cache[target.index] = cache[source.index]
+            cache[target] = cache[source]
 
     def compact(self, blocks: Sequence[Block]) -> None:
         """Move blocks to the front of the pool, in exchange for what is there."""

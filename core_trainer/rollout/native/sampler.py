@@ -104,7 +104,8 @@ def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
     gives some index.
     """
     rows, size = weights.shape
-    blocks = F.pad(weights, (0, -size % BLOCK)).view(rows, -1, BLOCK)
+    padded = F.pad(weights, (0, -size % BLOCK)) if size % BLOCK else weights  # which would copy all of it
+    blocks = padded.view(rows, -1, BLOCK)
     sums = blocks.sum(dim=-1).double()
     upto = sums.cumsum(dim=-1)
     target = uniform.clamp(max=_BELOW_ONE) * upto[:, -1]

@@ -89,17 +89,21 @@ class Scheduler:
             return
         computing = {key for s in self.running for key in self._to_publish(s)}
         deferred = []
+        copies: list[tuple[Block, Block]] = []
         while self.waiting and len(self.running) < self.max_batch_size:
             sequence = self.waiting.popleft()
             if self._is_computing(sequence, computing):
                 deferred.append(sequence)
-            elif self._take_blocks(sequence):
+            elif self._take_blocks(sequence, copies):
                 sequence.scheduled = sequence.scheduled or time.perf_counter()
                 self.running.append(sequence)
                 computing.update(self._to_publish(sequence))
             else:
                 self.waiting.appendleft(sequence)
                 break
+        if copies:
+            sources, targets = zip(*copies, strict=True)
+            self.cache.copy(sources, targets)
         self.num_deferred = len(deferred)
         self.waiting.extendleft(reversed(deferred))
 
@@ -116,9 +120,10 @@ class Scheduler:
         keys = sequence.digests[sequence.num_computed // BLOCK :]
         return [*keys, sequence.end] if sequence.num_computed < sequence.num_prompt else keys
 
-    def _take_blocks(self, sequence: Sequence) -> bool:
+    def _take_blocks(self, sequence: Sequence, copies: list[tuple[Block, Block]]) -> bool:
         """Refer to the known blocks of its prefix and take the others; False, and nothing done, without room.
 
+        What has to be copied from a block to another is added to ``copies``.
         Every running sequence must be able to grow by a block after it, or it would soon be driven out again.
         """
         cache, size = self.cache, len(sequence.tokens)
@@ -136,8 +141,8 @@ class Scheduler:
             cache.refer(block)
         if sequence.hidden is not None and size % BLOCK:  # its last block is about to be written: it gets its own
             sequence.blocks = [*known[:-1], cache.take()]
-            cache.copy(known[-1], sequence.blocks[-1])
-            cache.drop(known[-1:])
+            copies.append((known[-1], sequence.blocks[-1]))
+            cache.drop(known[-1:])  # may be taken by the next one: copies read before anything is written
         else:
             sequence.blocks = known + [cache.take() for _ in range(blocks_for(size) - len(known))]
         sequence.cache_version = cache.version
