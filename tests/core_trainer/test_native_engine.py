@@ -482,24 +482,32 @@ def test_what_is_not_finite_fails_alone(tiny_model: Path) -> None:
     assert [turn.token_ids for turn in generate(engine, good)] == [turn.token_ids for turn in expected]
 
 
-def test_a_failure_reaches_every_caller(tiny_model: Path) -> None:
-    """If the model fails mid-generation, every caller gets an error with its request's name, and the engine works
-    again after.
+@pytest.mark.parametrize("part", ["the model", "the cache"])
+def test_a_failure_reaches_every_caller(tiny_model: Path, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever memory ends, in a pass or while requests are admitted, every caller gets an error with its request's
+    name, and the engine works again after.
     """
-    engine = make_engine(tiny_model)
-    requests = [GenerateRequest(str(i), p, SamplingParams(5, 1.0)) for i, p in enumerate(prompts(3))]
-    decoder = engine.model.get_decoder
-    engine.model.get_decoder = lambda: (_ for _ in ()).throw(MemoryError("no memory"))  # type: ignore[method-assign]
+    engine = make_engine(tiny_model, batch=3)
+    prompt = prompts(1)[0]
+    requests = [GenerateRequest(str(i), prompt, SamplingParams(5, 1.0, seed=i)) for i in range(4)]
+    expected = [turn.token_ids for turn in generate(engine, requests)]
+    engine.sync_weights(1)
+
+    def fails(*_: object) -> None:
+        raise MemoryError("no memory")
 
     async def run() -> list:
         return await asyncio.gather(*[engine.generate(r) for r in requests], return_exceptions=True)
 
-    for i, error in enumerate(asyncio.run(run())):
+    with monkeypatch.context() as patch:
+        patch.setattr(*((engine.model, "get_decoder") if part == "the model" else (engine.cache, "copy")), fails)
+        results = asyncio.run(run())
+    for i, error in enumerate(results):
         assert isinstance(error, EngineError)
         assert str(error) == f"request {i} failed: no memory"
         assert isinstance(error.__cause__, MemoryError)
-    engine.model.get_decoder = decoder  # type: ignore[method-assign]
-    assert len(generate(engine, requests)) == 3
+    assert engine.cache.usage == 0
+    assert [turn.token_ids for turn in generate(engine, requests)] == expected
 
 
 @pytest.mark.parametrize(

@@ -200,8 +200,10 @@ class NativeEngine:
                     span.set({names.NUM_TOKENS: num_tokens})
             self._record_state()
         except BaseException as error:  # whoever waits for a request would wait for ever
-            for sequence in list(self._live.values()):
-                self._fail(sequence, error)
+            sequences, self._live = list(self._live.values()), {}
+            self.scheduler.clear()
+            for sequence in sequences:
+                self._tell(sequence, error)
             if not isinstance(error, Exception):
                 raise
 
@@ -283,9 +285,8 @@ class NativeEngine:
             serving.record_request(sequence.request, turn, sequence.served(), self.name)
             sequence.future.set_result(turn)
 
-    def _fail(self, sequence: Sequence, error: BaseException) -> None:
+    def _tell(self, sequence: Sequence, error: BaseException) -> None:
         """Give a request's caller an error that names the request; it is the caller who records it."""
-        self._leave(sequence, "error")
         if sequence.future.done():
             return
         if isinstance(error, Exception) and not isinstance(error, EngineError):
@@ -297,8 +298,9 @@ class NativeEngine:
     def _fail_damaged(self, sequence: Sequence) -> None:
         """Fail a request whose logits are not finite, and let nobody have what it computed."""
         self.cache.clean(sequence.blocks)
+        self._leave(sequence, "error")
         dtype = str(self.model.dtype).removeprefix("torch.")
-        self._fail(
+        self._tell(
             sequence,
             NonFiniteLogits(
                 f"request {sequence.request.request_id}: the logits after {sequence.num_sampled} sampled tokens are "

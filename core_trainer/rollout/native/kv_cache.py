@@ -154,6 +154,13 @@ class KVCache:
         for collection in (self._kept, self._known, self._ends):
             collection.clear()
 
+    def reset(self) -> None:
+        """Nothing is known and nobody refers to anything."""
+        self.forget()
+        for block in self._blocks:
+            block.references = 0
+        self._free = list(range(self.num_blocks))
+
     def clean(self, blocks: Sequence[Block]) -> None:
         """Make an owner's damaged blocks unknown, and zero those that nobody else reads: a masked NaN would still
         spoil the sequence that gets the block next.

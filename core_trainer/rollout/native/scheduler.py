@@ -83,6 +83,12 @@ class Scheduler:
         else:
             self.waiting.remove(sequence)
 
+    def clear(self) -> None:
+        """Forget every sequence and what was computed, in whatever state a failure left them."""
+        self.waiting.clear()
+        self.running.clear()
+        self.cache.reset()
+
     def _admit(self) -> None:
         """Move waiting sequences to the running ones while there is room."""
         if not self.waiting or len(self.running) >= self.max_batch_size:
@@ -101,11 +107,11 @@ class Scheduler:
             else:
                 self.waiting.appendleft(sequence)
                 break
+        self.num_deferred = len(deferred)
+        self.waiting.extendleft(reversed(deferred))
         if copies:
             sources, targets = zip(*copies, strict=True)
             self.cache.copy(sources, targets)
-        self.num_deferred = len(deferred)
-        self.waiting.extendleft(reversed(deferred))
 
     def _is_computing(self, sequence: Sequence, computing: set[bytes]) -> bool:
         """Whether a running sequence is about to publish what this one needs first."""
