@@ -37,16 +37,34 @@ class Alerts:
         """``say`` tells whoever watches the run."""
         self._run, self._say = quoted(run_id), say
         self._holding: set[tuple[str, str]] = set()  # rule and subject
+        self._replicas: set[str] = set()  # that ever took weights
 
     def synced(self, ledger: Sequence[Published]) -> list[Alert]:
-        """After a weight sync: replicas whose weights are not those that were published. Returns all there are."""
+        """After a weight sync: replicas whose weights are not those that were published, and those that took none.
+
+        Returns all alerts of the former.
+        """
+        evidence = f"FROM sync_health({self._run}) WHERE problem IS NOT NULL"
+        took = {entry.sync.replica for entry in ledger}
+        lost = [
+            Alert(
+                "lost_replica",
+                "warning",
+                f"replica {name} did not take the weights; others sample in its place",
+                evidence,
+                name,
+            )
+            for name in sorted(self._replicas - took)
+        ]
+        self._replicas |= took
+        self._raise("lost_replica", lost)
         stale = [
             Alert(
                 "stale_engine",
                 "critical",
                 f"replica {entry.sync.replica} serves weights {entry.sync.checksum_served} after the sync of "
                 f"policy_version {entry.policy_version}, whose checksum is {entry.checksum_trained}",
-                f"FROM sync_health({self._run}) WHERE problem IS NOT NULL",
+                evidence,
                 entry.sync.replica,
             )
             for entry in ledger

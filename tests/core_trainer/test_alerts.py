@@ -48,12 +48,24 @@ def test_a_stale_replica_is_told_once_and_again_after_it_was_well(raised: list[A
     assert [a.subject for a in found.synced([entry("a", "b" * 16), entry("b", "c" * 16)])] == ["a", "b"]
     assert found.synced([entry("a", "a" * 16), entry("b", "a" * 16)]) == []
     assert len(found.synced([entry("a", "b" * 16)])) == 1
-    assert [(a.rule, a.severity, a.subject) for a in raised] == [
+    stale = [alert for alert in raised if alert.rule == "stale_engine"]
+    assert [(a.rule, a.severity, a.subject) for a in stale] == [
         ("stale_engine", "critical", "a"),
         ("stale_engine", "critical", "b"),
         ("stale_engine", "critical", "a"),
     ]
     assert raised[0].message.startswith("replica a serves weights bbbbbbbbbbbbbbbb after the sync of policy_version 3")
+
+
+def test_a_replica_that_no_longer_takes_weights_is_missed(raised: list[Alert]) -> None:
+    """Once, until it is back; nothing is stale for it."""
+    found = Alerts("r", print)
+    for replicas in ("ab", "b", "b", "ab", "a"):
+        assert found.synced([entry(replica, None) for replica in replicas]) == []
+    assert [(alert.rule, alert.severity, alert.subject) for alert in raised] == [
+        ("lost_replica", "warning", "a"),
+        ("lost_replica", "warning", "b"),
+    ]
 
 
 def test_a_token_of_older_weights_is_found(raised: list[Alert]) -> None:
@@ -97,10 +109,11 @@ def test_every_evidence_is_a_query_that_runs(raised: list[Alert], tmp_path: Path
     run = Run("it's", steps=8, replicas=2, serving=True, faults=faults, fault_step=7)
     fill(tmp_path / "s.duckdb", run)
     found = Alerts(run.run_id, print)
+    found.synced([entry("b", None)])
     found.synced([entry("a", "b" * 16)])
     found.sampled([rollout("a", [0, 0])], [lost("RequestTimeout")], 1)
     found.finished(7, {names.M_ROLLOUT_KL: 1.0, names.M_ZERO_VARIANCE: 1.0})
-    assert len({alert.rule for alert in raised}) == 5
+    assert len({alert.rule for alert in raised}) == 6
     store = Store(tmp_path / "s.duckdb")
     for alert in raised:
         assert store.rows(alert.evidence), alert
