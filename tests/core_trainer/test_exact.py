@@ -179,7 +179,7 @@ os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(threads)])
 watcher = loop.Watcher()
 with pytest.MonkeyPatch.context() as patch:
     patch.setattr(loop.cluster, "WorkerGroup", Group)
-    patch.setattr(loop.cluster.Cluster, "_start_ray", lambda self: None)
+    patch.setattr(loop.cluster.Cluster, "_start_ray", lambda *_: None)
     loop.train(Path(path), Path(model), watcher, **json.loads(sections))
 wanted = (names.M_MISMATCHED, names.M_ROLLOUT_KL, names.M_GRAD_NORM)
 print(json.dumps([[step[name] for name in wanted] for step in watcher.steps]))
