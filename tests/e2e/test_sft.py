@@ -23,12 +23,6 @@ from tests.e2e.test_train import COMMAND, Project
 ROWS = [{"prompt": f"{a} + {b}?", "answer": f"It is {a + b}."} for a in range(5) for b in range(4)]
 
 
-@pytest.fixture
-def project(tmp_path: Path, tiny_model: Path) -> Project:
-    """A fresh folder."""
-    return Project(tmp_path, tiny_model)
-
-
 def tree(project: Project) -> dict[str, Any]:
     """A supervised config: 16 examples learnt from, 4 held out."""
     data = project.path / "sums.jsonl"
@@ -37,7 +31,14 @@ def tree(project: Project) -> dict[str, Any]:
         "run": {"name": "warm", "dir": str(project.path / "runs")},
         "model": project.tree["model"],
         "data": {"train": str(data), "validation_fraction": 0.2},
-        "trainer": {"epochs": 2, "prompts_per_step": 4, "learning_rate": 5e-3, "validate_every": 2},
+        "trainer": {
+            "epochs": 2,
+            "prompts_per_step": 4,
+            "learning_rate": 2e-2,
+            "validate_every": 1,
+            "keep_best": True,
+            "keep_checkpoints": 1,
+        },
         "telemetry": {"store": str(project.store)},
     }
 
@@ -46,72 +47,72 @@ def sft(project: Project, config: dict[str, Any], *arguments: str, exit_code: in
     file = project.path / "sft.yaml"
     file.write_text(yaml.safe_dump(config))
     result = subprocess.run(
-        [COMMAND, "sft", file, *arguments], cwd=project.path, text=True, capture_output=True, timeout=280
+        [COMMAND, "sft", file, *arguments], cwd=project.path, text=True, capture_output=True, timeout=600
     )
     assert result.returncode == exit_code, result.stdout + result.stderr
     return result.stdout + result.stderr
 
 
-def run(project: Project, name: str) -> Path:
-    (found,) = (project.path / "runs").glob(f"{name}-*")
-    return found
-
-
-def test_a_supervised_run_is_recorded_resumed_and_trained_on(project: Project) -> None:
-    """Loss falls, validation and steps are stored, a resume equals one go bit for bit, and train starts from it."""
-    config = tree(project)
-    out = sft(project, config)
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Project:
+    """A folder in which a supervised run was made, with validation after each step and its best checkpoint kept."""
+    project = Project(tmp_path_factory.mktemp("warm"), tiny_model)
+    out = sft(project, tree(project))
     assert "step 8/8  loss" in out
     assert "validation loss" in out
-    whole = run(project, "warm")
-    (row,) = project.rows("SELECT status, algorithm, steps_done, last_reward FROM runs")
+    return project
+
+
+def test_a_supervised_run_is_recorded(warm: Project) -> None:
+    """Loss falls; steps and validations are stored, with nothing lost."""
+    (row,) = warm.rows("SELECT status, algorithm, steps_done, last_reward FROM runs WHERE name = 'warm'")
     assert row == {"status": "finished", "algorithm": "sft", "steps_done": 8, "last_reward": None}
-    steps = project.rows("SELECT * FROM train_metrics ORDER BY step")
+    of_run = f"run_id = '{warm.run('warm').name}'"
+    steps = warm.rows(f"SELECT * FROM train_metrics WHERE {of_run} ORDER BY step")
     assert [row["step"] for row in steps] == list(range(1, 9))
     assert steps[-1]["loss_total"] < steps[0]["loss_total"] - 1
     assert all(row["grad_norm"] and row["tokens_per_s"] and row["num_tokens"] for row in steps)
-    evals = project.rows("SELECT step, metric, value, num_samples FROM evals ORDER BY step")
-    assert [(row["step"], row["metric"], row["num_samples"]) for row in evals] == [
-        (s, "loss", 4) for s in range(0, 9, 2)
-    ]
+    evals = warm.rows(f"SELECT step, metric, value, num_samples FROM evals WHERE {of_run} ORDER BY step")
+    assert [(row["step"], row["metric"], row["num_samples"]) for row in evals] == [(s, "loss", 4) for s in range(9)]
     assert evals[-1]["value"] < evals[0]["value"] - 1
-    assert all(row["fraction"] >= 0.9 for row in project.rows("SELECT fraction FROM v_phase_coverage"))
-    health = project.rows("SELECT dropped, missing FROM health WHERE run_id IS NOT NULL")
+    assert all(row["fraction"] >= 0.9 for row in warm.rows(f"SELECT fraction FROM v_phase_coverage WHERE {of_run}"))
+    health = warm.rows(f"SELECT dropped, missing FROM health WHERE {of_run}")
     assert health == [{"dropped": 0, "missing": 0}] * 2  # controller and worker
 
+
+def test_a_supervised_run_is_resumed_exported_and_trained_on(warm: Project) -> None:
+    """A resume equals one go bit for bit; train starts from the checkpoint, which is exported as it is."""
+    config, whole = tree(warm), warm.run("warm")
     steps_instead = ["run.name=cut", "trainer.epochs=1"]
-    sft(project, config, *steps_instead, "trainer.total_steps=3")
-    out = sft(project, config, *steps_instead, "trainer.total_steps=8", "--resume")
+    sft(warm, config, *steps_instead, "trainer.total_steps=3")
+    out = sft(warm, config, *steps_instead, "trainer.total_steps=8", "--resume")
     assert "attempt 2" in out
-    mine, theirs = (load_file(run(project, n) / "checkpoints/step-000008/model.safetensors") for n in ("warm", "cut"))
+    mine, theirs = (load_file(warm.run(n) / "checkpoints/step-000008/model.safetensors") for n in ("warm", "cut"))
     assert all(np.array_equal(mine[key], theirs[key]) for key in mine)
 
-    out = sft(project, config, "trainer.epochs=2", "--resume", whole.name, exit_code=1)
+    out = sft(warm, config, "--resume", whole.name, exit_code=1)
     assert "has done 8 of 8 steps" in out
-    out = project.train("--resume", whole.name, "trainer.total_steps=20", exit_code=1)
+    out = warm.train("--resume", whole.name, "trainer.total_steps=20", exit_code=1)
     assert "is one of `rlinsight sft`; resume it with that command" in out
 
-    project.train("run.name=rl", f"model.source={whole / 'checkpoints/step-000008'}", "trainer.total_steps=1")
-    (row,) = project.rows("SELECT status FROM runs WHERE name = 'rl'")
+    warm.train("run.name=rl", f"model.source={whole / 'checkpoints/step-000008'}", "trainer.total_steps=1")
+    (row,) = warm.rows("SELECT status FROM runs WHERE name = 'rl'")
     assert row == {"status": "finished"}
 
     exported = subprocess.run(
-        [COMMAND, "export-model", whole / "checkpoints/step-000008", project.path / "model", "--dtype", "float32"],
+        [COMMAND, "export-model", whole / "checkpoints/step-000008", warm.path / "model", "--dtype", "float32"],
         text=True,
         capture_output=True,
     )
     assert exported.returncode == 0, exported.stderr
-    saved = load_file(project.path / "model" / "model.safetensors")
+    saved = load_file(warm.path / "model" / "model.safetensors")
     assert all(np.array_equal(mine[key], saved[key]) for key in saved)
 
 
-def test_ranks_change_nothing_and_the_best_stays(project: Project) -> None:
+def test_ranks_change_nothing_and_the_best_stays(warm: Project) -> None:
     """Two workers take the same steps up to summation order; the best validation's checkpoint outlives later ones."""
-    config = tree(project)
-    config["trainer"] |= {"keep_best": True, "keep_checkpoints": 1, "validate_every": 1, "learning_rate": 2e-2}
-    sft(project, config)
-    sft(project, config, "run.name=two", "trainer.num_workers=2")
-    losses = project.rows(
+    sft(warm, tree(warm), "run.name=two", "trainer.num_workers=2")
+    losses = warm.rows(
         "SELECT one.step, one.loss_total AS a, two.loss_total AS b FROM train_metrics one JOIN train_metrics two "
         "USING (step) WHERE one.run_id LIKE 'warm%' AND two.run_id LIKE 'two%' ORDER BY step"
     )
@@ -119,8 +120,8 @@ def test_ranks_change_nothing_and_the_best_stays(project: Project) -> None:
     assert losses[0]["a"] == pytest.approx(losses[0]["b"], rel=1e-5)
     assert losses[-1]["a"] == pytest.approx(losses[-1]["b"], rel=0.1)
     for name in ("warm", "two"):
-        folder = run(project, name) / "checkpoints"
-        values = project.rows(
+        folder = warm.run(name) / "checkpoints"
+        values = warm.rows(
             f"SELECT step, value FROM evals WHERE run_id LIKE '{name}%' AND step > 0 ORDER BY value, step LIMIT 1"
         )
         best = f"step-{values[0]['step']:06d}"
@@ -129,8 +130,9 @@ def test_ranks_change_nothing_and_the_best_stays(project: Project) -> None:
         assert kept == sorted({best, "step-000008"})
 
 
-def test_ctrl_c_leaves_a_resumable_run(project: Project) -> None:
+def test_ctrl_c_leaves_a_resumable_run(tmp_path: Path, tiny_model: Path) -> None:
     """One Ctrl-C finishes the step, writes a checkpoint, exits with 130 and says how to go on."""
+    project = Project(tmp_path, tiny_model)
     config = tree(project)
     config["trainer"] |= {"epochs": 500}
     file = project.path / "sft.yaml"
@@ -144,7 +146,7 @@ def test_ctrl_c_leaves_a_resumable_run(project: Project) -> None:
         preexec_fn=heed_signals,
         start_new_session=True,
     )
-    until = time.monotonic() + 200
+    until = time.monotonic() + 600
     while time.monotonic() < until:
         try:
             if store.query("SELECT 1 FROM steps WHERE step >= 2", store=project.store).num_rows:
@@ -153,7 +155,7 @@ def test_ctrl_c_leaves_a_resumable_run(project: Project) -> None:
             pass  # not there yet
         time.sleep(0.3)
     os.killpg(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=600)
     assert process.returncode == 130, out + err
     assert "rlinsight sft " in out
     assert "--resume" in out
