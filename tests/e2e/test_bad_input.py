@@ -114,7 +114,6 @@ def _make_store(path: Path) -> None:
         (beyond_context, "max_new_tokens"),
         (last_prompt_beyond_context, "data/1"),
         (missing_reward, "nobody"),
-        (reward_code("raise KeyError('lost')"), "short_words"),
         (reward_code("time.sleep(60)"), "timed out after 1 s"),
         (reward_code("return float('nan')"), "nan"),
         (unwritable_store, "cannot be created"),
@@ -131,7 +130,7 @@ def test_train_refuses_in_one_line(project: Project, spoil: Callable[[Project], 
     spoil(project)
     before = project.store.read_bytes() if project.store.is_file() else None
     process = project.start()
-    out, err = process.communicate(timeout=240)
+    out, err = process.communicate(timeout=600)
     assert process.returncode not in (0, None), out
     errors = [line for line in err.splitlines() if line.strip()]
     assert [line for line in errors if line.startswith("error: ")] == errors, err
