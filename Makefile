@@ -46,9 +46,10 @@ lint: $(VENV)/.dev
 unit: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/e2e -m "not slow" -n auto
 
+# Two at a time: a run waits about as long as it computes. Tests of a file share its runs, so they stay together; torch's
+# threads do not spin for each other when there are more of them than processors.
 e2e: $(VENV)/.dev
-	$(BIN)/python -m pytest tests/e2e
-	$(BIN)/python -m pytest tests --ignore=tests/e2e -m slow
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest tests -m slow -n 2 --dist loadscope
 
 # rlinsight with vLLM, in an environment of its own: vLLM pins other versions of what the rest uses.
 vllm: $(VLLM)/.dev
