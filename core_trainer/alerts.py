@@ -33,8 +33,9 @@ class Alert:
 class Alerts:
     """The alerts of a run."""
 
-    def __init__(self, run_id: str, say: Callable[[str], object]) -> None:
-        """``say`` tells whoever watches the run."""
+    def __init__(self, run_id: str, say: Callable[[str], object], compares_groups: bool = True) -> None:
+        """``say`` tells whoever watches the run; ``compares_groups`` false: equal rewards teach something."""
+        self._compares_groups = compares_groups
         self._run, self._say = quoted(run_id), say
         self._holding: set[tuple[str, str]] = set()  # rule and subject
         self._replicas: set[str] = set()  # that ever took weights
@@ -113,7 +114,7 @@ class Alerts:
             steps = f"first_step := {step}, last_step := {step}"
             evidence = f"FROM mismatch_by_cause({self._run}, {steps}) ORDER BY gap DESC"
             apart.append(Alert("mismatch", "warning", message, evidence))
-        if metrics.get(names.M_ZERO_VARIANCE) == 1:
+        if self._compares_groups and metrics.get(names.M_ZERO_VARIANCE) == 1:
             message = f"in step {step} all rollouts of each group earned the same: there is nothing to learn from"
             evidence = f"FROM group_signal WHERE run_id = {self._run} AND step = {step}"
             silent.append(Alert("no_signal", "warning", message, evidence))

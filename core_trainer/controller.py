@@ -111,7 +111,8 @@ class Controller:
         self.kl_controller = _kl_controller(config.algorithm.kl)
         self.validation_sets, self.fingerprint = cluster.validation_sets, cluster.fingerprint
         self.policy_version = self.served_version = cluster.policy_version
-        self.alerts = Alerts(job.run_id, reporter.stage)
+        compares_groups = config.algorithm.advantage.type in GROUP_ADVANTAGES
+        self.alerts = Alerts(job.run_id, reporter.stage, compares_groups)
         self._first_sync = cluster.ledger
         self._stale: list[Alert] = []  # engines that do not serve what was published
         self.step, self.best = 0, None
@@ -276,7 +277,7 @@ class Controller:
                 phase.set({names.SKIPPED: BYPASS})
             elif algorithm.is_on_policy and not self._needs_old_log_probs:
                 phase.set({names.SKIPPED: ON_POLICY})
-            elif self.config.rollout.exact != "off" and algorithm.num_epochs == 1 and not self._needs_the_pass:
+            elif self._engine_knows(step) and algorithm.num_epochs == 1 and not self._needs_the_pass:
                 for sample in step.samples:
                     sample.old_log_probs = sample.rollout_log_probs
                 phase.set({names.SKIPPED: EXACT})
@@ -495,6 +496,12 @@ class Controller:
             or (algorithm.kl is not None and algorithm.kl.where == "reward")
             or "old_log_probs" in self.advantage.inputs
         )
+
+    def _engine_knows(self, step: Step) -> bool:
+        """Whether the engine's log-probs are those of the weights the step starts from, to the last bit."""
+        if self.config.rollout.exact == "off":
+            return False
+        return all(sample.policy_version == self.policy_version for sample in step.samples)
 
     @property
     def _needs_the_pass(self) -> bool:

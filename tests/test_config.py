@@ -103,3 +103,9 @@ def test_a_switch_spelled_as_yaml_reads_it_is_understood() -> None:
     assert config.parse(with_value("telemetry.text", False)).telemetry.text == "off"
     with pytest.raises(ConfigError, match=r"telemetry.text=True"):
         config.parse(with_value("telemetry.text", True))
+
+
+def test_an_empty_stop_string_is_refused() -> None:
+    """It is part of every text, so every response would end with its first token."""
+    with pytest.raises(ConfigError, match=r"rollout\.stop\.1=''"):
+        config.parse(with_value("rollout.stop", ["\n", ""]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
@@ -113,7 +113,7 @@ class RolloutSection(Section):
     temperature: float = Field(default=1.0, gt=0, description="sampling temperature; the same in training")
     top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus mass")
     top_k: int | None = Field(default=None, ge=1, description="keep the k likeliest tokens; off when unset")
-    stop: list[str] = Field(
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(
         default_factory=list, description="strings that end a response, besides the end-of-turn token"
     )
     max_batch_size: int = Field(default=256, ge=1, description="rollouts decoded at once per worker")

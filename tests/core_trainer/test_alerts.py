@@ -103,6 +103,12 @@ def test_metrics_of_a_step(raised: list[Alert], metrics: dict[str, float | None]
     assert [alert.rule for alert in raised] == rules
 
 
+def test_equal_rewards_are_no_alert_where_groups_are_not_compared(raised: list[Alert]) -> None:
+    """A critic judges each rollout by itself, in groups of one as well."""
+    Alerts("r", print, compares_groups=False).finished(1, {names.M_ZERO_VARIANCE: 1.0})
+    assert raised == []
+
+
 def test_every_evidence_is_a_query_that_runs(raised: list[Alert], tmp_path: Path) -> None:
     """Over a store with a run that has each of these faults, it shows them; a run id is quoted."""
     faults = ("wrong_checksum", "request_error", "mismatch", "zero_variance", "always_off")

@@ -73,14 +73,22 @@ class Policy(Workers):
         self.coefs: list[float] = []
         self.sampled: list[tuple[SamplingParams, Group]] = []
         self.ledger: list[Published] = []
+        self.version = 0
+        self.behind: dict[str, int] = {}  # by prompt: updates that the weights which answer it lack
+
+    def optim_step(self, step: int) -> OptimizerStats:
+        self.version += 1
+        return super().optim_step(step)
 
     def sample(self, groups: Sequence[Group], params: SamplingParams) -> list[Rollout]:
         self.sampled += [(params, group) for group in groups]
-        return [
-            Rollout(f"{group.group_id}-r{j}", group.group_id, j, group.prompt, [turn(group.prompt, j + 1)], {})
-            for group in groups
-            for j in range(group.size)
-        ]
+        rollouts = []
+        for group in groups:
+            version = self.version - self.behind.get(group.prompt.prompt_id, 0)
+            for j in range(group.size):
+                turns = [turn(group.prompt, j + 1, version)]
+                rollouts.append(Rollout(f"{group.group_id}-r{j}", group.group_id, j, group.prompt, turns, {}))
+        return rollouts
 
     def log_probs(self, samples: Sequence[TrainSample]) -> dict[str, list[np.ndarray]]:
         return {"old_log_probs": [np.full(s.num_tokens, -1.25, dtype=np.float32) for s in samples]}
@@ -153,8 +161,8 @@ class Watcher:
         return self.stop_at is not None and self.asked >= self.stop_at
 
 
-def turn(prompt: Prompt, length: int) -> Turn:
-    return Turn("t", prompt.token_ids, [7] * length, [-1.0] * length, "x", "stop", 0, 0, 0, 1)
+def turn(prompt: Prompt, length: int, version: int) -> Turn:
+    return Turn("t", prompt.token_ids, [7] * length, [-1.0] * length, "x", "stop", version, 0, 0, 1)
 
 
 PROMPTS = [Prompt(f"p/{i}", "p", "text", (i, 1, 2), str(i)) for i in range(10)]
@@ -318,6 +326,21 @@ def test_group_filters_look_at_means(tmp_path: Path, recorded: Recorded) -> None
     assert bench.metric(names.M_SAMPLING_ROUNDS) == [1, 1]
 
 
+def test_what_old_weights_sampled_is_dropped_beyond_the_bound(tmp_path: Path, recorded: Recorded) -> None:
+    """With dynamic sampling others are drawn in its place."""
+    filters = [{"type": "stale", "max_staleness": 1}]
+    bench = Bench(
+        tmp_path,
+        by_index,
+        algorithm={"shaping": {"group_filters": filters, "dynamic_sampling": {"max_rounds": 2}}},
+        trainer={"total_steps": 1},
+    )
+    bench.policy.behind = {"p/0": 2, "p/1": 1}
+    bench.train()
+    assert dropped(recorded) == [("p/0", "stale", 2)]
+    assert len({s.group_id for s in bench.policy.trained}) == 2
+
+
 def test_length_alone_is_no_signal_for_dynamic_sampling(tmp_path: Path, recorded: Recorded) -> None:
     """A group with equal rewards before the penalty on length is dropped, also where 0.1 - 0.6 + 0.6 is not 0.1."""
     assert 0.1 - 0.6 + 0.6 != 0.1
@@ -405,6 +428,14 @@ def test_old_log_probs_are_computed_where_something_needs_them(
     assert (reason in skipped(recorded)) == (reason is not None)
     old = {None if s.old_log_probs is None else float(s.old_log_probs[0]) for s in bench.policy.trained}
     assert old == {{None: -1.25, ON_POLICY: None, BYPASS: -1.0}[reason]}
+
+
+def test_exact_mode_computes_the_log_probs_of_older_weights(tmp_path: Path, recorded: Recorded) -> None:
+    """The engine's are exact for the weights that sampled, which are not those the second step starts from."""
+    bench = Bench(tmp_path, by_index, algorithm={"num_mini_batches": 2}, rollout={"exact": True})
+    bench.policy.behind = {"p/2": 1}
+    bench.train()
+    assert bench.count("policy.log_probs") == 1
 
 
 @pytest.mark.parametrize(
