@@ -10,10 +10,18 @@ from transformers import PreTrainedModel
 
 from core_trainer import attention, lora, models
 from core_trainer.rollout import checksum
+from core_trainer.rollout.native import packed_linear
 from core_trainer.rollout.native.engine import NativeEngine
 from core_trainer.rollout.native.packed_linear import PackedLinears
 from rlinsight.config import LoraSection
 from tests.tiny import make_tiny_model
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every linear layer is packed, which float32 ones gain nothing from unless they are large."""
+    monkeypatch.setattr(packed_linear, "_packable", lambda weight: True)
+
 
 KINDS = ["plain", "untied", "merged adapters", "adapters apart", "biased"]
 
@@ -40,6 +48,7 @@ def trained(model: PreTrainedModel) -> str:
     return checksum.of(lora.merged_state(model).items())
 
 
+@pytest.mark.usefixtures("copies")
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_that_of_the_policy_after_a_sync_and_of_older_weights_before(
     kind: str, tmp_path: Path, tiny_model: Path
@@ -48,6 +57,7 @@ def test_it_is_that_of_the_policy_after_a_sync_and_of_older_weights_before(
     model = load(kind, tmp_path, tiny_model)
     packed = PackedLinears(model, merge_adapters=kind != "adapters apart")
     packed.refresh()
+    assert packed._products
     assert checksum.of(packed.served()) == trained(model)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -58,12 +68,14 @@ def test_it_is_that_of_the_policy_after_a_sync_and_of_older_weights_before(
     assert checksum.of(packed.served()) == trained(model)
 
 
+@pytest.mark.usefixtures("copies")
 @pytest.mark.parametrize("kind", ["plain", "biased"])
 def test_one_stale_copy_shows(kind: str, tmp_path: Path, tiny_model: Path) -> None:
     """A group of layers keeps its copy when all others are refreshed."""
     model = load(kind, tmp_path, tiny_model)
     packed = PackedLinears(model, merge_adapters=True)
     packed.refresh()
+    assert len(packed._products) > 1
     for index, kept in enumerate(list(packed._products.values())):
         with torch.no_grad():
             for parameter in model.parameters():
