@@ -60,7 +60,9 @@ def start(directory: Path, dtype: torch.dtype = torch.float32, **section: float)
 
 @pytest.fixture(scope="module")
 def engine(directories: dict[bool, Path]) -> Any:
-    """One float32 engine for the tests that leave its weights alone."""
+    """One float32 engine for the tests that leave its weights alone. They come before those that start engines of their
+    own again: vLLM in a process ends with the first of its engines that does.
+    """
     return start(directories[True])
 
 
@@ -282,42 +284,6 @@ def test_a_stream_is_the_turn_in_pieces(engine: Any) -> None:
     assert len(chunks) > 10
 
 
-@pytest.mark.parametrize("mode", ["wait", "abort", "keep"])
-def test_weights_change_under_requests_in_flight(directories: dict[bool, Path], mode: str) -> None:
-    """wait samples them to their end first, abort ends them, keep goes on from there as if the new weights had written
-    what the old ones did; each token says whose it is.
-    """
-    vllm = start(directories[False])
-    request = GenerateRequest("r", prompts(1, 7)[0], SamplingParams(30, 0.0))
-    (untouched,) = generate(vllm, [request])
-    assert len(untouched.token_ids) == 30
-
-    async def run() -> tuple[Turn, Any]:
-        task = asyncio.create_task(vllm.generate(request))
-        while len(vllm._live) == 0 or len(vllm._live["r"].token_ids) < 9:
-            await asyncio.sleep(0)
-        with torch.no_grad():
-            vllm.model.lm_head.weight.mul_(-1)
-        (synced,) = vllm.sync_weights(1, mode)
-        return await task, synced
-
-    turn, synced = asyncio.run(run())
-    assert (synced.pause_mode, synced.in_flight, synced.aborted) == (mode, 1, int(mode == "abort"))
-    done = 30 if mode == "wait" else 9
-    assert turn.token_ids[:done] == untouched.token_ids[:done]
-    if mode == "wait":
-        assert (turn.finish_reason, turn.policy_version, turn.token_policy_versions) == ("length", 0, None)
-    elif mode == "abort":
-        assert (turn.finish_reason, len(turn.token_ids), turn.policy_version) == ("abort", 9, 0)
-    else:
-        assert turn.token_ids[9:] == naive_greedy(vllm.model, [*request.prompt_token_ids, *turn.token_ids[:9]], 21)
-        assert turn.token_policy_versions == [0] * 9 + [1] * 21
-        assert turn.policy_version == 0
-    (later,) = generate(vllm, [request])
-    assert later.token_ids == naive_greedy(vllm.model, request.prompt_token_ids, 30)
-    assert (later.policy_version, later.token_policy_versions) == (1, None)
-
-
 def test_abort_returns_what_there_is(engine: Any) -> None:
     """An aborted request ends at once with its tokens so far; others go on; the loop stays responsive."""
     first, second = (GenerateRequest(str(i), p, SamplingParams(100, 1.0, seed=i + 9)) for i, p in enumerate(prompts(2)))
@@ -367,6 +333,42 @@ def test_a_failure_names_every_request(engine: Any) -> None:
     assert [len(turn.token_ids) for turn in generate(engine, asked)] == [5, 5, 5]
 
 
+@pytest.mark.parametrize("mode", ["wait", "abort", "keep"])
+def test_weights_change_under_requests_in_flight(directories: dict[bool, Path], mode: str) -> None:
+    """wait samples them to their end first, abort ends them, keep goes on from there as if the new weights had written
+    what the old ones did; each token says whose it is.
+    """
+    vllm = start(directories[False])
+    request = GenerateRequest("r", prompts(1, 7)[0], SamplingParams(30, 0.0))
+    (untouched,) = generate(vllm, [request])
+    assert len(untouched.token_ids) == 30
+
+    async def run() -> tuple[Turn, Any]:
+        task = asyncio.create_task(vllm.generate(request))
+        while len(vllm._live) == 0 or len(vllm._live["r"].token_ids) < 9:
+            await asyncio.sleep(0)
+        with torch.no_grad():
+            vllm.model.lm_head.weight.mul_(-1)
+        (synced,) = vllm.sync_weights(1, mode)
+        return await task, synced
+
+    turn, synced = asyncio.run(run())
+    assert (synced.pause_mode, synced.in_flight, synced.aborted) == (mode, 1, int(mode == "abort"))
+    done = 30 if mode == "wait" else 9
+    assert turn.token_ids[:done] == untouched.token_ids[:done]
+    if mode == "wait":
+        assert (turn.finish_reason, turn.policy_version, turn.token_policy_versions) == ("length", 0, None)
+    elif mode == "abort":
+        assert (turn.finish_reason, len(turn.token_ids), turn.policy_version) == ("abort", 9, 0)
+    else:
+        assert turn.token_ids[9:] == naive_greedy(vllm.model, [*request.prompt_token_ids, *turn.token_ids[:9]], 21)
+        assert turn.token_policy_versions == [0] * 9 + [1] * 21
+        assert turn.policy_version == 0
+    (later,) = generate(vllm, [request])
+    assert later.token_ids == naive_greedy(vllm.model, request.prompt_token_ids, 30)
+    assert (later.policy_version, later.token_policy_versions) == (1, None)
+
+
 def test_a_start_that_fails_is_one_line(directories: dict[bool, Path]) -> None:
     """A KV cache that cannot hold one request is refused with the setting's name."""
     with pytest.raises(RlinsightError, match=r"vLLM cannot start on .* rollout.vllm.kv_cache_gib=1e-05: ") as refusal:
@@ -406,3 +408,14 @@ def test_train_on_vllm(train: Callable[[int], Project], workers: int) -> None:
     ]
     assert all(row["engine"] == "vllm" and row["bytes"] > 1_000_000 for row in syncs), syncs
     assert project.rows("SELECT DISTINCT engine FROM turns") == [{"engine": "vllm"}]
+    (served,) = project.rows(
+        "SELECT count(*) AS n, count(queue_s) AS q, count(num_preemptions) AS p FROM turn_requests"
+    )
+    assert served == {"n": 48, "q": 48, "p": 48}
+    turns = project.rows("SELECT replica, sum(output_tokens) AS sampled FROM turns GROUP BY replica ORDER BY replica")
+    state = project.rows(
+        "SELECT replica, max(generation_tokens) AS sampled, max(running) AS running, min(running) AS idle "
+        "FROM engine_samples WHERE engine = 'vllm' GROUP BY replica ORDER BY replica"
+    )
+    assert [(row["replica"], row["sampled"]) for row in state] == [(row["replica"], row["sampled"]) for row in turns]
+    assert all(row["running"] > 0 and row["idle"] == 0 for row in state), state

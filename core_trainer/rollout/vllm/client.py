@@ -12,15 +12,23 @@ from core_trainer import lora
 from core_trainer.rollout.dialects import Completions
 from core_trainer.rollout.engine import GenerateRequest
 from core_trainer.rollout.openai import Answer, OpenAIEngine
-from core_trainer.rollout.server import Server
+from core_trainer.rollout.server import Hints, Server
 from core_trainer.rollout.shared_weights import SharedWeights
 from core_trainer.rollout.vllm.options import IDENTITY_HEADER
 from core_trainer.rollout.vllm.servers import Address
 from core_trainer.rollout.weight_transport import Pushed
 from core_trainer.types import SamplingParams, Turn
 from rlinsight import names
+from rlinsight.errors import EngineError
 
-TIMEOUT_S = 600.0  # silence of a server after which it has failed
+LOAD_TIMEOUT_S = 600.0  # of loading weights
+_LOG = "its log is in the run's folder under servers"
+HINTS = Hints(
+    key="something else listens at its port",
+    unreachable=_LOG,
+    silent="raise rollout.request_timeout_s if it is slow",
+    model=f"{_LOG}; it has",
+)
 
 
 class SharedMemory:
@@ -40,7 +48,7 @@ class SharedMemory:
         shared = self._at(policy_version)
         server.call("POST", "/pause", mode="wait")
         try:
-            (served, *_) = rpc(server, "rlinsight_load_shared", shared.path)
+            (served, *_) = rpc(server, "rlinsight_load_shared", shared.path, timeout_s=LOAD_TIMEOUT_S)
             server.call("POST", "/reset_prefix_cache")
         finally:
             server.call("POST", "/resume")
@@ -54,6 +62,8 @@ class SharedMemory:
 
     def _at(self, policy_version: int) -> SharedWeights:
         with self._lock:
+            if self._version is not None and policy_version < self._version:  # asked for long ago, by a slow server
+                raise EngineError(f"policy_version={policy_version} is no longer published, {self._version} is")
             if self._shared is None or policy_version != self._version:
                 weights = lora.merged_state(self._model)
                 self._shared = self._shared or SharedWeights(weights)
@@ -75,9 +85,10 @@ class VllmServerEngine(OpenAIEngine):
         length: int,
         params: SamplingParams,
         sleep_level: int | None = None,
+        timeout_s: float = 600.0,
     ) -> None:
-        """See OpenAIEngine; ``memory`` is shared by the engines of this process."""
-        server = Server(address.url, address.api_key, TIMEOUT_S)
+        """See OpenAIEngine; ``memory`` is shared by the engines of this process. Requests may wait for ``timeout_s``."""
+        server = Server(address.url, address.api_key, timeout_s, hints=HINTS)
         rpc(server, "rlinsight_start")
         super().__init__(
             server,
@@ -117,6 +128,7 @@ class VllmServerEngine(OpenAIEngine):
         pass
 
 
-def rpc(server: Server, method: str, *args: Any) -> list[Any]:
+def rpc(server: Server, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
     """Call a method of ``WorkerExtension`` on every worker of a server. Raises EngineError."""
-    return server.call("POST", "/collective_rpc", {"method": method, "args": list(args)})["results"]
+    body = {"method": method, "args": list(args)}
+    return server.call("POST", "/collective_rpc", body, timeout_s=timeout_s)["results"]

@@ -21,12 +21,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from core_trainer import lora, models
 from core_trainer.rollout.engine import Chunk, GenerateRequest, PauseMode, WeightSync
 from core_trainer.rollout.serving import Served, record_request
-from core_trainer.rollout.vllm.options import ENVIRONMENT, engine_arguments
+from core_trainer.rollout.vllm.options import ENVIRONMENT, check_platform, engine_arguments
 from core_trainer.rollout.vllm.stats import Iterations
 from core_trainer.types import FinishReason, Turn
 from rlinsight import names, telemetry
 from rlinsight.config import VllmSection
-from rlinsight.errors import EngineError
+from rlinsight.errors import EngineError, RequestRefused
 
 os.environ |= ENVIRONMENT | {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # its core in this process, stepped by us
@@ -75,8 +75,9 @@ class VllmEngine:
     ) -> None:
         """``max_length`` tokens of prompt and response are served, or the model's context if that is shorter.
 
-        Raises EngineError when vLLM cannot start.
+        Raises EngineError when vLLM cannot start, or for options this machine has no use for.
         """
+        check_platform(section)
         self.model, self.tokenizer, self.replica = model, tokenizer, replica
         self.stop_token_ids = list(stop_token_ids)
         self.max_length = min(max_length, getattr(model.config, "max_position_embeddings", max_length))
@@ -91,14 +92,14 @@ class VllmEngine:
             "distributed_executor_backend": "uni",
             "use_tqdm_on_load": False,
         }
-        self._iterations = Iterations(self.name, replica)
         try:
-            self._engine = _start(arguments, self._iterations)
+            self._engine = _start(arguments)
         except Exception as error:  # vLLM raises whatever its parts raise; kept as the cause
             raise EngineError(
                 f"vLLM cannot start on {model_dir} with rollout.vllm.kv_cache_gib={section.kv_cache_gib:g}: "
                 f"{models.one_line(error)}"
             ) from error
+        self._engine.logger_manager = Iterations(self.name, replica)  # in place of a log line and Prometheus
 
     def sync_weights(self, policy_version: int, pause_mode: PauseMode = "wait") -> list[WeightSync]:
         """Copy the policy's weights, adapters merged, into vLLM and forget what the old ones computed.
@@ -133,7 +134,7 @@ class VllmEngine:
         return [WeightSync(self.replica, moved, 0, pause_mode, len(in_flight), aborted, served)]
 
     async def generate(self, request: GenerateRequest) -> Turn:
-        """Sample one request. Raises EngineError if it does not fit, or when vLLM refuses it or fails on it."""
+        """Sample one request. Raises EngineError, RequestRefused when it does not fit or vLLM does not take it."""
         sequence = self._add(request, streamed=False)
         try:
             turn = (await _next(sequence)).turn
@@ -168,7 +169,6 @@ class VllmEngine:
         free = torch.cuda.mem_get_info()[0]
         self._engine.sleep(self.sleep_level)
         self._weights_lost = self.sleep_level == 2
-        self._iterations.set_awake(False)
         return torch.cuda.mem_get_info()[0] - free
 
     def wake(self) -> int:
@@ -177,17 +177,16 @@ class VllmEngine:
             return 0
         free = torch.cuda.mem_get_info()[0]
         self._engine.wake_up()
-        self._iterations.set_awake(True)
         return free - torch.cuda.mem_get_info()[0]
 
     def close(self) -> None:
-        """End vLLM's core and give its memory back."""
+        """End vLLM in this process and give its memory back; other engines of the process end with it."""
         self._engine.engine_core.shutdown()
 
     def _add(self, request: GenerateRequest, streamed: bool) -> Sequence:
         prompt, new = len(request.prompt_token_ids), request.params.max_new_tokens
         if prompt + new > self.max_length:
-            raise EngineError(
+            raise RequestRefused(
                 f"a prompt of {prompt} tokens and max_new_tokens={new} exceed its context of {self.max_length}; "
                 "lower rollout.max_new_tokens or data.max_prompt_tokens"
             )
@@ -201,7 +200,7 @@ class VllmEngine:
                 sampling_params(request, self.stop_token_ids),
             )
         except Exception as error:  # likewise
-            raise EngineError(f"vLLM refused request {request.request_id}: {models.one_line(error)}") from error
+            raise RequestRefused(f"vLLM refused request {request.request_id}: {models.one_line(error)}") from error
         self._live[request.request_id] = sequence
         if self._driver is None or self._driver.done():
             self._driver = asyncio.create_task(self._drive())
@@ -345,7 +344,7 @@ def _served(stats: Any) -> Served:
     )
 
 
-def _start(arguments: dict[str, Any], iterations: Iterations) -> Any:
+def _start(arguments: dict[str, Any]) -> Any:
     """A vLLM engine that leaves the process's threads to the trainer."""
     threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
     os.environ["OMP_NUM_THREADS"] = str(threads)  # Ray sets 1, which vLLM would take as its share of the cores

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlinsight.config import VllmSection
+from rlinsight.errors import EngineError
 
 BLOCK_TOKENS = 32  # prefix cache granularity; smaller, or no multiple of 32, leaves vLLM's fast CPU attention
 PREFILL_TOKENS = 4096  # prompt tokens computed in one step
@@ -45,6 +46,22 @@ def engine_arguments(section: VllmSection, dtype: str, max_batch_size: int, max_
         "generation_config": "vllm",  # sampling is what the request says, not the model's defaults
         "worker_extension_cls": "core_trainer.rollout.vllm.worker.WorkerExtension",
     }
+
+
+def check_platform(section: VllmSection) -> None:
+    """Raise EngineError for options that have no effect without a GPU."""
+    import torch
+
+    given = {
+        "gpu_memory_utilization": section.gpu_memory_utilization is not None,
+        "sleep_level": section.sleep_level is not None,
+        "tensor_parallel_size": section.tensor_parallel_size > 1,
+    }
+    for option, is_given in given.items():
+        if is_given and not torch.cuda.is_available():
+            raise EngineError(
+                f"rollout.vllm.{option}={getattr(section, option)} needs a GPU, and there is none; remove it"
+            )
 
 
 def command_line(arguments: Mapping[str, Any]) -> list[str]:

@@ -21,7 +21,7 @@ from typing import Any
 
 # pyright: reportMissingImports=false
 from vllm.entrypoints.launchers.api_server.entry import main as serve
-from vllm.v1.metrics.loggers import StatLoggerBase
+from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
 from core_trainer.rollout.vllm.options import (
     API_KEY,
@@ -85,10 +85,10 @@ def _remember(headers: dict[str, str]) -> None:
         del _origins[next(iter(_origins))]
 
 
-class StatLogger(StatLoggerBase):
-    """vLLM's statistics as our engine samples and requests, one logger per engine of a server."""
+class StatLogger(AggregateStatLoggerBase):
+    """vLLM's statistics as our engine samples and requests."""
 
-    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+    def __init__(self, vllm_config: Any, engine_indexes: list[int]) -> None:
         ours = telemetry.is_enabled() and REPLICA in os.environ
         self._iterations = Iterations(ENGINE, os.environ[REPLICA]) if ours else None
 
@@ -98,15 +98,15 @@ class StatLogger(StatLoggerBase):
         """vLLM calls it after each iteration."""
         if self._iterations is None:
             return
-        self._iterations.add(scheduler_stats, iteration_stats)
+        self._iterations.record(scheduler_stats, iteration_stats)
         if iteration_stats is not None:
             for finished in iteration_stats.finished_requests:
                 _record_request(finished, int(iteration_stats.iteration_timestamp * 1e9), self._iterations.replica)
 
     def record_sleep_state(self, is_awake: int, level: int) -> None:
-        """vLLM calls it after the engine went to sleep or woke."""
+        """vLLM calls it with 1 when the engine went to sleep and 0 when it woke, whatever it calls the argument."""
         if self._iterations is not None:
-            self._iterations.set_awake(bool(is_awake))
+            self._iterations.record_sleep_state(is_awake, level)
 
     def log_engine_initialized(self) -> None:
         """Nothing to say."""

@@ -28,6 +28,7 @@ from core_trainer.rollout.vllm.options import (
     REPLICA,
     STOP_TIMEOUT_S,
     TELEMETRY,
+    check_platform,
     command_line,
     engine_arguments,
 )
@@ -65,6 +66,7 @@ class VllmServerWorker(Worker):
     def start(self, model_dir: Path) -> Address:
         """Start the server and wait until it serves. Raises EngineError with its last words when it ends first."""
         config, replica = self.config, self.place.lane
+        check_platform(config.rollout.vllm)
         address = Address(replica, f"http://127.0.0.1:{free_port()}", config.model.source, secrets.token_urlsafe(32))
         dtype = str(models.compute_dtype(config.model.compute_dtype)).removeprefix("torch.")
         length = _longest(config, models.context_length(model_dir))

@@ -10,7 +10,10 @@ from core_trainer.rollout.serving import SAMPLE_INTERVAL_S, EngineState, record_
 
 
 class Iterations:
-    """Totals over the iterations of one vLLM engine. Its own statistics are of the last iteration alone."""
+    """Totals over the iterations of one vLLM engine, whose own statistics are of the last one alone.
+
+    Has the methods that vLLM's engine calls of its StatLoggerManager.
+    """
 
     def __init__(self, engine: str, replica: str) -> None:
         self.engine, self.replica = engine, replica
@@ -19,40 +22,45 @@ class Iterations:
         )
         self._sampled_at = 0.0
 
-    def add(self, scheduler: Any, iteration: Any) -> None:
-        """Take in vLLM's SchedulerStats and IterationStats, either of which may be None, and record a sample now and
-        then: when work begins, each SAMPLE_INTERVAL_S, and when none is left.
+    def record(
+        self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int | None = None
+    ) -> None:
+        """Take in SchedulerStats and IterationStats, either of which may be None.
+
+        Records a sample when work begins, each SAMPLE_INTERVAL_S, and when none is left.
         """
         before, state = self._state, self._state
-        if iteration is not None:
+        if iteration_stats is not None:
             state = replace(
                 state,
-                prompt_tokens=_sum(state.prompt_tokens, iteration.prompt_token_stats.computed),
-                generation_tokens=_sum(state.generation_tokens, iteration.num_generation_tokens),
-                preemptions=_sum(state.preemptions, iteration.num_preempted_reqs),
+                prompt_tokens=_sum(state.prompt_tokens, iteration_stats.prompt_token_stats.computed),
+                generation_tokens=_sum(state.generation_tokens, iteration_stats.num_generation_tokens),
+                preemptions=_sum(state.preemptions, iteration_stats.num_preempted_reqs),
             )
-        if scheduler is not None:
-            prefix = scheduler.prefix_cache_stats
+        if scheduler_stats is not None:
+            prefix = scheduler_stats.prefix_cache_stats
             state = replace(
                 state,
-                running=scheduler.num_running_reqs,
-                waiting_capacity=scheduler.num_waiting_reqs,
-                waiting_deferred=scheduler.num_skipped_waiting_reqs,
-                kv_usage=scheduler.kv_cache_usage,
+                running=scheduler_stats.num_running_reqs,
+                waiting_capacity=scheduler_stats.num_waiting_reqs,
+                waiting_deferred=scheduler_stats.num_skipped_waiting_reqs,
+                kv_usage=scheduler_stats.kv_cache_usage,
                 prefix_queries=_sum(state.prefix_queries, prefix.queries if prefix else 0),
                 prefix_hits=_sum(state.prefix_hits, prefix.hits if prefix else 0),
             )
         self._state = state
         if _busy(before) != _busy(state) or time.monotonic() - self._sampled_at >= SAMPLE_INTERVAL_S:
-            self.sample()
+            self._sample()
 
-    def set_awake(self, awake: bool) -> None:
-        """Weights and cache are in device memory, or not."""
-        self._state = replace(self._state, awake=awake)
-        self.sample()
+    def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
+        """The engine went to sleep (1) or woke (0)."""
+        self._state = replace(self._state, awake=not sleep)
+        self._sample()
 
-    def sample(self) -> None:
-        """Record the state as it is."""
+    def log(self) -> None:
+        """Nothing to write."""
+
+    def _sample(self) -> None:
         self._sampled_at = time.monotonic()
         record_state(self.engine, self.replica, self._state)
 
