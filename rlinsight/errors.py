@@ -59,5 +59,9 @@ class EngineError(RlinsightError):
     replica: str | None = None  # that failed, set by an engine that has several
 
 
+class NonFiniteLogProbs(EngineError):
+    """A rollout engine computed or reported log-probs that are not all finite numbers."""
+
+
 class RequestRefused(EngineError):
     """An engine refused a request for what it asks: another replica or another try would refuse it too."""

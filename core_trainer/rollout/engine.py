@@ -80,7 +80,7 @@ class RolloutEngine(Protocol):
         ...
 
     def sleep(self) -> int:
-        """Give device memory (KV cache, copies of weights) back before training; returns bytes freed, 0 on a CPU."""
+        """Give device memory (KV cache, weights of its own) back before training; returns bytes freed, 0 on a CPU."""
         ...
 
     def wake(self) -> int:

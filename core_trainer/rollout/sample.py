@@ -22,7 +22,7 @@ from core_trainer.rollout.engine import GenerateRequest, RolloutEngine
 from core_trainer.types import Prompt, Rollout, SamplingParams, Turn
 from rlinsight import names, telemetry
 from rlinsight.config import RolloutSection
-from rlinsight.errors import EngineError, RequestRefused, RlinsightError
+from rlinsight.errors import EngineError, NonFiniteLogProbs, RequestRefused, RlinsightError
 from rlinsight.otlp import AttributeValue
 
 GRACE_S = 60.0  # for what comes before and after the requests
@@ -38,10 +38,6 @@ class RequestAborted(EngineError):
 
 class MalformedTurn(EngineError):
     """An answer without tokens, without a log-prob for each, or with tokens the model does not have."""
-
-
-class NonFiniteLogProbs(EngineError):
-    """An answer whose log-probs are not all finite numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +192,11 @@ class Sampler:
                     f"no answer within {timeout_s:g} s; raise rollout.request_timeout_s if the engine is only slow"
                 ) from None
             raise
-        check_turn(turn, self.vocab_size)
+        try:
+            check_turn(turn, self.vocab_size)
+        except EngineError as error:
+            error.replica = turn.replica
+            raise
         return turn
 
     # Records ---------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from core_trainer.rollout.native.engine import NativeEngine
 from core_trainer.types import SamplingParams, Turn
 from rlinsight import config, names, telemetry
 from rlinsight.config import ModelSection, NativeSection
-from rlinsight.errors import ConfigError, EngineError
+from rlinsight.errors import ConfigError, EngineError, NonFiniteLogProbs, RequestRefused
 
 Recorded = list[tuple[str, dict]]  # name and attributes of each span and event
 
@@ -205,7 +205,7 @@ def test_stop_strings_and_limits(tiny_model: Path) -> None:
     assert stop in engine.tokenizer.decode(stopped.token_ids)
     assert len(stopped.token_ids) < 30
     engine.max_length = 20
-    with pytest.raises(EngineError, match="max_new_tokens=30 exceed the model's context of 20"):
+    with pytest.raises(RequestRefused, match="max_new_tokens=30 exceed the model's context of 20"):
         generate(engine, [request])
 
 
@@ -275,11 +275,11 @@ def test_streams_are_turns_in_pieces(tiny_model: Path) -> None:
     assert other.token_ids == generate(engine, [second])[0].token_ids
 
     async def refused() -> None:
-        with pytest.raises(EngineError, match="request r has token id 512; the model has 512 words"):
+        with pytest.raises(RequestRefused, match="request r has token id 512; the model has 512 words"):
             async for _ in engine.stream(GenerateRequest("r", (512,), SamplingParams(1))):
                 pass
         damage(engine.model, 5)
-        with pytest.raises(EngineError, match="not finite"):
+        with pytest.raises(NonFiniteLogProbs, match="not finite"):
             async for _ in engine.stream(GenerateRequest("r", (5,), SamplingParams(1))):
                 pass
 
@@ -441,7 +441,7 @@ def test_requests_that_cannot_be_served_are_refused_by_name(
 ) -> None:
     """Before anything is computed, with what is wrong; the next request is served."""
     engine = make_engine(tiny_model, blocks=3)
-    with pytest.raises(EngineError, match=message):
+    with pytest.raises(RequestRefused, match=message):
         generate(engine, [request_])
     assert len(generate(engine, [GenerateRequest("r", (1,) * 100, SamplingParams(92))])[0].token_ids) == 92
 

@@ -124,6 +124,17 @@ def test_retries_avoid_the_replicas_that_failed() -> None:
     ]
 
 
+def test_a_bad_answer_is_its_replicas() -> None:
+    """The engine handed it on in good faith; the next attempt goes elsewhere."""
+
+    def script(request: GenerateRequest, asked: int) -> Answer:
+        return turn(request, replica=f"server/{asked}", finish_reason="abort" if asked == 0 else "stop")
+
+    engine = ScriptedEngine(script, replica="router")
+    asyncio.run(Sampler(engine, RolloutSection(retries=1), "tiny", VOCAB, str).sample(groups(1)[:1], PARAMS))
+    assert [set(request.avoid) for request in engine.requests] == [set(), {"server/0"}]
+
+
 def test_a_request_that_is_refused_is_not_made_again() -> None:
     """Another replica would refuse it too."""
     engine = ScriptedEngine(fails(ONE, RequestRefused("9 tokens are too many")))

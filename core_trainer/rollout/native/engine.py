@@ -28,13 +28,9 @@ from core_trainer.rollout.serving import SAMPLE_INTERVAL_S, EngineState
 from core_trainer.types import FinishReason, Turn
 from rlinsight import names, telemetry
 from rlinsight.config import NativeSection
-from rlinsight.errors import EngineError
+from rlinsight.errors import EngineError, NonFiniteLogProbs, RequestRefused
 
 STOP_WINDOW = 16  # tokens looked at, besides the stop string's own length, when searching for it
-
-
-class NonFiniteLogits(EngineError):
-    """The model's logits are not finite."""
 
 
 class NativeEngine:
@@ -144,7 +140,7 @@ class NativeEngine:
             self._finish(sequence, "abort")
 
     def _submit(self, request: GenerateRequest, chunks: asyncio.Queue[Chunk] | None) -> Sequence:
-        """Queue a request. Raises EngineError naming it when it cannot be served."""
+        """Queue a request. Raises EngineError naming it when it cannot be served, RequestRefused if it is at fault."""
         self._check(request)
         uniform = np.random.Generator(np.random.Philox(request.params.seed)).random(request.params.max_new_tokens)
         future: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
@@ -162,15 +158,15 @@ class NativeEngine:
         if name in self._live:
             raise EngineError(f"request {name} is being sampled already; give each request an id of its own")
         if prompt == 0 or new < 1:
-            raise EngineError(f"request {name} has {prompt} prompt tokens and max_new_tokens={new}; 1 is the least")
+            raise RequestRefused(f"request {name} has {prompt} prompt tokens and max_new_tokens={new}; 1 is the least")
         if self.max_length is not None and prompt + new > self.max_length:
-            raise EngineError(
+            raise RequestRefused(
                 f"request {name}: a prompt of {prompt} tokens and max_new_tokens={new} exceed the model's context of "
                 f"{self.max_length}; lower rollout.max_new_tokens or data.max_prompt_tokens"
             )
         needed = blocks_for(prompt + new)
         if needed > self.cache.num_blocks:
-            raise EngineError(
+            raise RequestRefused(
                 f"request {name}: a prompt of {prompt} tokens and max_new_tokens={new} need "
                 f"{needed * self.cache.block_bytes / 2**30:.3g} GiB of KV cache, more than all of it; raise "
                 "rollout.native.kv_cache_gib or lower rollout.max_new_tokens"
@@ -178,7 +174,7 @@ class NativeEngine:
         words = self._head.weight.shape[0]  # type: ignore[union-attr]
         beyond = [token for token in (*request.prompt_token_ids, *request.params.logit_bias) if not 0 <= token < words]
         if beyond:
-            raise EngineError(f"request {name} has token id {beyond[0]}; the model has {words} words")
+            raise RequestRefused(f"request {name} has token id {beyond[0]}; the model has {words} words")
 
     async def _drive(self) -> None:
         """Compute until nothing is left; requests that arrive meanwhile join the batch."""
@@ -302,7 +298,7 @@ class NativeEngine:
         dtype = str(self.model.dtype).removeprefix("torch.")
         self._tell(
             sequence,
-            NonFiniteLogits(
+            NonFiniteLogProbs(
                 f"request {sequence.request.request_id}: the logits after {sequence.num_sampled} sampled tokens are "
                 f"not finite at policy_version {self.policy_version}; the weights are damaged, or overflow in {dtype}: "
                 "resume from an older checkpoint"
