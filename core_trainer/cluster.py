@@ -29,6 +29,7 @@ from core_trainer.workers.reward import RewardWorker
 from core_trainer.workers.worker_group import WorkerGroup, free_port
 from rlinsight import names, telemetry
 from rlinsight.config import Config
+from rlinsight.errors import WorkerError
 
 ABORT_TIMEOUT_S = 2.0  # how long workers may take to deliver telemetry when the run is cut short
 CLOSE_TIMEOUT_S = 15.0
@@ -126,20 +127,31 @@ class Cluster:
         return group
 
     def _start_ray(self, num_workers: int) -> None:
-        """A Ray of our own on this machine, which nobody else uses, for so many worker processes."""
+        """A Ray of our own on this machine, which nobody else uses, for so many worker processes.
+
+        Raises WorkerError when it does not start, for which Ray leaves it 30 s.
+        """
         os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would let everything else go before training
         logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # announces its token each time
         handler = signal.getsignal(signal.SIGTERM)
-        with _without_idle_services():
-            ray.init(
-                "local",
-                num_cpus=num_workers,  # so many processes start at once, before they are asked for
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                configure_logging=False,
-            )
-        signal.signal(signal.SIGTERM, handler)  # ray.init takes it; stopping is launch's business
+        try:
+            with _without_idle_services():
+                ray.init(
+                    "local",
+                    num_cpus=num_workers,  # so many processes start at once, before they are asked for
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    configure_logging=False,
+                )
+        except Exception as error:  # Ray has no class of its own for it
+            reason = " ".join(str(error).split())
+            raise WorkerError(
+                f"Ray did not start ({reason}); free memory or processors of this machine and run it again, or look "
+                "into /tmp/ray/session_latest/logs"
+            ) from error
+        finally:
+            signal.signal(signal.SIGTERM, handler)  # ray.init takes it; stopping is launch's business
 
     def _stop(self, timeout_s: float) -> None:
         for group in reversed(self._groups):

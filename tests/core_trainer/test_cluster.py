@@ -1,0 +1,38 @@
+"""How a run starts its Ray."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+from ray._private.node import Node
+
+from core_trainer import cluster
+from rlinsight.errors import WorkerError
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_ray_starts_without_idle_services_and_a_failure_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """While Ray starts, and no longer, its node has them replaced; SIGTERM stays launch's whatever becomes of it."""
+    services = [getattr(Node, name) for name in cluster.IDLE_SERVICES]  # this Ray has each of them
+
+    def init(*_: Any, num_cpus: int, **__: Any) -> None:
+        assert num_cpus == 3
+        assert [getattr(Node, name)(None) for name in cluster.IDLE_SERVICES] == [None] * 3
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if fails:
+            raise Exception("The node timed out.\nIt is busy.")
+
+    monkeypatch.setattr(cluster.ray, "init", init)
+    handler = signal.getsignal(signal.SIGTERM)
+    started = cluster.Cluster.__new__(cluster.Cluster)
+    if fails:
+        with pytest.raises(WorkerError, match=r"Ray did not start \(The node timed out. It is busy.\); free memory"):
+            started._start_ray(3)
+    else:
+        started._start_ray(3)
+    assert [getattr(Node, name) for name in cluster.IDLE_SERVICES] == services
+    assert signal.getsignal(signal.SIGTERM) == handler
