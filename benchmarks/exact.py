@@ -129,7 +129,7 @@ def report(folder: Path) -> None:
     lines = [
         "# Exact mode: engine and trainer, bit for bit",
         "",
-        "    python benchmarks/exact.py train --levels mkl tile off --steps 100   # and others, see the table",
+        "    python benchmarks/exact.py train --levels mkl --steps 100 --group 3 --tokens 16   # and others, see the table",
         "    python benchmarks/exact.py time --rounds 3",
         "    python benchmarks/exact.py report",
         "",
@@ -138,7 +138,7 @@ def report(folder: Path) -> None:
         "sampled it with differs in any bit from the one the update's own forward computed. The KL is k3 in float64.",
         "Gap and KL are the largest of any step.",
         "",
-        "| level | prompts x rollouts x tokens | temperature | threads | steps | tokens learned from | mismatched "
+        "| level | prompts x rollouts x tokens | temperature | threads | steps | tokens, prompts included | mismatched "
         "| largest gap | largest KL |",
         "|---|---|---|---|---|---|---|---|---|",
     ]

@@ -19,6 +19,7 @@ from core_trainer.exact import level
 from core_trainer.exact.linear import StrictLinear, TiledLinear
 from core_trainer.exact.paged import TiledEngine
 from core_trainer.exact.self_test import LONGEST, compare, exact_engine, make_requests
+from core_trainer.metrics import token_stats
 from core_trainer.rollout.engine import GenerateRequest
 from core_trainer.rollout.native.engine import NativeEngine
 from core_trainer.types import Turn
@@ -157,6 +158,16 @@ def test_the_first_level_that_passes_is_taken(tiny_model: Path) -> None:
     assert type(engine) is TiledEngine
 
 
+def test_the_updates_own_forward_is_compared_where_the_engines_numbers_are_the_old_ones() -> None:
+    """One token of three is off by 0.5 in the trainer's forward: it counts, though old and rollout are the same."""
+    mask, ones = torch.tensor([True, True, True, False]), torch.ones(4)
+    rollout = torch.tensor([-1.0, -2.0, -3.0, -4.0])
+    own = torch.tensor([-1.0, -2.5, -3.0, -9.0])
+    stats = token_stats(mask, own, rollout, rollout, None, ones, ones, ones > 2, ones * 0, own)
+    assert (stats.num_mismatched, stats.rollout_gap_max) == (1, 0.5)
+    assert stats.rollout_kl == pytest.approx(np.exp(-0.5) - 0.5)
+
+
 # Whole runs ----------------------------------------------------------------------------------------------------------
 
 RUN = """
@@ -186,14 +197,14 @@ print(json.dumps([[step[name] for name in wanted] for step in watcher.steps]))
 """
 
 
-def train(path: Path, model: Path, threads: int, **sections: Any) -> list[list[float]]:
+def train(path: Path, source: Path, threads: int, **sections: Any) -> list[list[float]]:
     """Three steps of GRPO in a process of its own, since MKL reads its mode once: for each the tokens that differ, the
     KL between engine and trainer, and the gradient's norm.
     """
     sections["rollout"] = {"group_size": 3, "max_new_tokens": 80} | sections["rollout"]
     environment = {key: value for key, value in os.environ.items() if key not in ("MKL_CBWR", "OMP_NUM_THREADS")}
     environment["OMP_WAIT_POLICY"] = "passive"  # two threads that wait for each other would fill a busy machine
-    command = [sys.executable, "-c", RUN, str(path), str(model), str(threads), json.dumps(sections)]
+    command = [sys.executable, "-c", RUN, str(path), str(source), str(threads), json.dumps(sections)]
     done = subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 
