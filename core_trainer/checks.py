@@ -1,7 +1,8 @@
 """What a check of a model measures and how it is judged. Pure numbers: no torch, no model, no clock.
 
 ``check_model.py`` measures in a process of its own for every part, so that a part that crashes takes no other along;
-what it is asked and what it found travel as JSON of these classes.
+what it is asked and what it found travel as JSON of these classes. The command imports this module; numpy loads with
+the first measurement, in the part's process.
 """
 
 from __future__ import annotations
@@ -10,8 +11,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
-
-import numpy as np
 
 Status = Literal["ok", "mismatch", "refused", "failed", "not installed"]
 ENGINES = ("native", "vllm")  # those that can be built over a model in this process
@@ -144,6 +143,8 @@ def compare(
 
 def gaps(expected: Sequence[Sequence[float]], found: Sequence[Sequence[float]]) -> tuple[float, float, int]:
     """Largest and mean |difference| of ragged lists of log-probs, infinite where one is not finite; and how many."""
+    import numpy as np
+
     a, b = (np.concatenate([np.asarray(row, np.float64) for row in rows]) for rows in (expected, found))
     both = np.isfinite(a) & np.isfinite(b)
     difference = np.abs(np.where(both, a, np.inf) - np.where(both, b, 0.0))
@@ -184,6 +185,8 @@ def latency(concurrency: int, timings: Sequence[Timing], wall_s: float) -> Laten
 
     TPOT is (last - first arrival) / (tokens - tokens of the first chunk). Tokens that come in one chunk share its gap.
     """
+    import numpy as np
+
     answered = [timing for timing in timings if timing.arrivals]
     values: dict[str, list[float]] = {"ttft": [], "tpot": [], "inter_token": []}
     for timing in answered:
