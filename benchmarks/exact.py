@@ -129,8 +129,7 @@ def report(folder: Path) -> None:
     lines = [
         "# Exact mode: engine and trainer, bit for bit",
         "",
-        "    python benchmarks/exact.py train --levels mkl --steps 100 --group 3 --tokens 16   # and others, see the table",
-        "    python benchmarks/exact.py time --rounds 3",
+        "    python benchmarks/exact.py train --levels mkl --steps 100 --group 3 --tokens 16   # and the others below",
         "    python benchmarks/exact.py report",
         "",
         f"{processor()}, {psutil.cpu_count()} cores, {time.strftime('%Y-%m-%d')}. SmolLM2-135M-Instruct,",
