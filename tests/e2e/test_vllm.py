@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -304,8 +305,15 @@ def test_abort_returns_what_there_is(engine: Any) -> None:
     assert len(finished.token_ids) > 12
 
 
-def test_a_cancelled_caller_leaves_nothing_behind(engine: Any) -> None:
-    """When the event loop ends in the middle, the engine forgets its requests and serves the next ones."""
+def test_a_cancelled_caller_leaves_nothing_behind(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the event loop ends in the middle, or a stream is left, the engine forgets its requests and serves the next
+    ones. It records none of them: their callers do. One that was aborted is answered, and recorded.
+    """
+    recorded: list[tuple[str, str]] = []
+    monkeypatch.setattr(
+        "core_trainer.rollout.vllm.engine.record_request",
+        lambda request, turn, *_: recorded.append((request.request_id, turn.finish_reason)),
+    )
     request = GenerateRequest("r", prompts(1)[0], SamplingParams(100, 1.0))
 
     async def run() -> None:
@@ -313,8 +321,25 @@ def test_a_cancelled_caller_leaves_nothing_behind(engine: Any) -> None:
 
     with pytest.raises(TimeoutError):
         asyncio.run(run())
+
+    async def leave() -> None:
+        async with aclosing(engine.stream(request)) as chunks:
+            assert (await anext(chunks)).turn is None
+
+    asyncio.run(leave())
+    assert (recorded, engine._live) == ([], {})
     engine.sync_weights(engine.policy_version)
     assert generate(engine, [request])[0].token_ids
+
+    async def abort() -> None:
+        task = asyncio.create_task(engine.generate(request))
+        await asyncio.sleep(0)
+        engine.abort("r")
+        await task
+
+    asyncio.run(abort())
+    assert [reason for _, reason in recorded][1:] == ["abort"]
+    assert len(recorded) == 2
 
 
 def test_a_failure_names_every_request(engine: Any) -> None:

@@ -139,7 +139,7 @@ class VllmEngine:
         try:
             turn = (await _next(sequence)).turn
         finally:
-            self.abort(request.request_id)  # of a caller that went away
+            self._abandon(sequence)
         assert turn is not None, "nothing but the last chunk comes of a request that is not streamed"
         return turn
 
@@ -153,7 +153,7 @@ class VllmEngine:
                 if chunk.turn is not None:
                     return
         finally:
-            self.abort(request.request_id)
+            self._abandon(sequence)
 
     def abort(self, request_id: str) -> None:
         """Finish a request with what it has."""
@@ -182,6 +182,13 @@ class VllmEngine:
     def close(self) -> None:
         """End vLLM in this process and give its memory back; other engines of the process end with it."""
         self._engine.engine_core.shutdown()
+
+    def _abandon(self, sequence: Sequence) -> None:
+        """Stop what nobody waits for any more; nothing when it was answered. Who went away records it."""
+        request_id = sequence.request.request_id
+        if self._live.get(request_id) is sequence:
+            del self._live[request_id]
+            self._engine.abort_request([request_id])
 
     def _add(self, request: GenerateRequest, streamed: bool) -> Sequence:
         prompt, new = len(request.prompt_token_ids), request.params.max_new_tokens
