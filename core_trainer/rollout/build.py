@@ -41,6 +41,8 @@ def build_engine(
     """
     stop_token_ids = models.end_of_turn_ids(model.generation_config, tokenizer)
     length = data.max_prompt_tokens + rollout.max_new_tokens
+    # Prompts that leave no room in the model's context were refused; a server need not have more.
+    length = min(length, getattr(model.config, "max_position_embeddings", None) or length)
     if rollout.engine == "native":
         size, section = rollout.max_batch_size, rollout.native
 
@@ -49,10 +51,7 @@ def build_engine(
 
         if rollout.exact == "off":
             return native(NativeEngine)
-        longest = min(length, getattr(model.config, "max_position_embeddings", None) or length)
-        return exact_engine(
-            level.candidates(rollout.exact), model, native, stop_token_ids, rollout.temperature, longest
-        )
+        return exact_engine(level.candidates(rollout.exact), model, native, stop_token_ids, rollout.temperature, length)
     if rollout.engine == "openai":
         return _openai(rollout, model, tokenizer, stop_token_ids, length, rank, world_size)
     if rollout.engine == "vllm_server":
@@ -85,12 +84,12 @@ def _vllm_servers(
 
     params = SamplingParams(rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k)
     memory, sleep_level = SharedMemory(model), rollout.vllm.sleep_level
-    return Router(
-        [
-            VllmServerEngine(address, memory, model, tokenizer, stop_token_ids, length, params, sleep_level)
-            for address in servers
-        ]
-    )
+    timeout_s = rollout.request_timeout_s
+    engines = [
+        VllmServerEngine(address, memory, model, tokenizer, stop_token_ids, length, params, sleep_level, timeout_s)
+        for address in servers
+    ]
+    return Router(engines, come_back=False)
 
 
 def _openai(

@@ -341,7 +341,7 @@ def _identify(server: Server, wanted: str | None, length: int) -> tuple[str, int
     name = wanted if wanted is not None or len(listed) > 1 else next(iter(listed))
     if name not in listed:
         problem = "several models" if name is None else f"no model {name!r}"
-        raise EngineError(f"{server.url} serves {problem}; set rollout.openai.model to one of: {', '.join(listed)}")
+        raise EngineError(f"{server.url} serves {problem}; {server.hints.model}: {', '.join(listed)}")
     longest = listed[name].get("max_model_len")
     if longest is not None and longest < length:
         raise EngineError(

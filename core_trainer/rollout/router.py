@@ -11,8 +11,9 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import aclosing, contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass
 
 from core_trainer.rollout.engine import Chunk, GenerateRequest, RolloutEngine, WeightSync
@@ -38,42 +39,64 @@ class Replica:
     failures: int = 0  # in a row
     out_until: float | None = None  # on the router's clock; None: it may be used
     restoring: asyncio.Task[None] | None = None
+    push: Future[list[WeightSync] | EngineError] | None = None  # of the weights, the last one since it is out
 
     @property
     def name(self) -> str:
         """Its name in telemetry."""
         return self.engine.replica
 
+    @property
+    def may_take_weights(self) -> bool:
+        """False when it did not take them since it failed, or hangs while it is given them."""
+        if self.out_until is None or self.push is None:
+            return True
+        if not self.push.done() or self.push.cancelled() or self.push.exception() is not None:
+            return False
+        return not isinstance(self.push.result(), EngineError)
+
 
 class Router:
     """Rollout engine over several. One event loop drives it at a time."""
 
-    def __init__(self, engines: Sequence[RolloutEngine], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        engines: Sequence[RolloutEngine],
+        clock: Callable[[], float] = time.monotonic,
+        come_back: bool = True,
+    ) -> None:
+        """``come_back``: whether somebody may start a dead replica again, which requests wait for while all are out."""
         self.replicas = [Replica(engine) for engine in engines]
         self.name = engines[0].name
         self.replica = engines[0].replica if len(engines) == 1 else "router"
         self.policy_version = 0
-        self._clock = clock
+        self._clock, self._come_back = clock, come_back
+        # A replica that hangs keeps its thread; with a pool of its own nothing else waits for that.
+        self._threads = ThreadPoolExecutor(len(engines), "restore")
         self._sessions: dict[str, Replica] = {}
         self._at: dict[str, Replica] = {}  # by request id, until answered
 
     def sync_weights(self, policy_version: int) -> list[WeightSync]:
-        """All at once. A replica that does not take them is not used until it does; EngineError when none did."""
+        """All at once. A replica that does not take them is not used until it does; EngineError when none did.
+
+        Those that have failed to before, or hang, are left to ``_restore``.
+        """
         self.policy_version = policy_version
         self._sessions.clear()  # what the old weights computed is of no use
         start_ns = time.time_ns()
-        with ThreadPoolExecutor(len(self.replicas)) as pool:
-            results = list(pool.map(self._sync, self.replicas))
+        asked = [replica for replica in self.replicas if replica.may_take_weights] or self.replicas
+        with ThreadPoolExecutor(len(asked)) as pool:
+            results = list(pool.map(self._sync_alone, asked))
         synced: list[WeightSync] = []
         failed: list[tuple[Replica, EngineError]] = []
-        for replica, result in zip(self.replicas, results, strict=True):
+        for replica, result in zip(asked, results, strict=True):
             if isinstance(result, EngineError):
                 self._failed(replica, result)
                 failed.append((replica, result))
             else:
                 self._works(replica)
                 synced += result
-        if len(failed) == len(self.replicas):
+        if len(failed) == len(asked):
             raise failed[0][1]
         for replica, error in failed:  # the caller records those that took them
             facts = self._facts(replica) | {names.ERROR_TYPE: type(error).__name__}
@@ -81,7 +104,7 @@ class Router:
         return synced
 
     async def generate(self, request: GenerateRequest) -> Turn:
-        """Sample on one replica. Raises what it raises, with the replica's name."""
+        """Sample on one replica. Raises what it raises, with the replica's name; also when it is cancelled."""
         with self._routed(request, await self._pick(request)) as replica:
             return await replica.engine.generate(request)
 
@@ -98,24 +121,23 @@ class Router:
             self._at[request_id].engine.abort(request_id)
 
     def sleep(self) -> int:
-        """All of them; the sum."""
-        return sum(replica.engine.sleep() for replica in self.replicas)
+        """All that are not out; the sum."""
+        return self._sum(lambda engine: engine.sleep())
 
     def wake(self) -> int:
         """Likewise."""
-        return sum(replica.engine.wake() for replica in self.replicas)
+        return self._sum(lambda engine: engine.wake())
 
     def close(self) -> None:
         """All of them."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
         for replica in self.replicas:
             replica.engine.close()
 
     # Which replica ----------------------------------------------------------------------------------------------------
 
     async def _pick(self, request: GenerateRequest) -> Replica:
-        """The replica for a request; waits for one that is out only when all are. Raises EngineError then if it stays
-        out.
-        """
+        """The replica for a request; waits for one that is out only when all are."""
         self._restore_due()
         if not any(replica.out_until is None for replica in self.replicas):
             await self._next_back()
@@ -142,6 +164,7 @@ class Router:
         replica.load += cost
         replica.num_routed += 1
         self._at[request.request_id] = replica
+        failures = replica.failures
         try:
             yield replica
         except RequestRefused as error:
@@ -151,19 +174,21 @@ class Router:
             error.replica = replica.name
             self._failed(replica, error)
             raise
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
             # Who asked had no more time for it. Its next try should not meet the same silence.
+            error.replica = replica.name  # type: ignore[attr-defined]  # an EngineError has it
             self._failed(replica, EngineError("it did not answer in time"))
             raise
         else:
-            replica.failures = 0
+            if replica.failures == failures and replica.out_until is None:  # it has not failed since
+                replica.failures = 0
         finally:
             replica.load -= cost
             self._at.pop(request.request_id, None)
 
     # Which may be used ------------------------------------------------------------------------------------------------
 
-    def _failed(self, replica: Replica, error: EngineError) -> None:
+    def _failed(self, replica: Replica, error: Exception) -> None:
         if replica.out_until is not None:
             return  # another request of it said so
         replica.failures += 1
@@ -174,13 +199,29 @@ class Router:
     def _works(self, replica: Replica) -> None:
         if replica.out_until is not None:
             logger.warning("rollout replica %s is used again", replica.name)
-        replica.out_until = None
+        replica.out_until = replica.push = None
+
+    def _sync_alone(self, replica: Replica) -> list[WeightSync] | EngineError:
+        """Not while it is still given older ones."""
+        if replica.push is not None:
+            wait([replica.push])
+        return self._sync(replica)
 
     def _sync(self, replica: Replica) -> list[WeightSync] | EngineError:
         try:
             return replica.engine.sync_weights(self.policy_version)
         except EngineError as error:
             return error
+
+    def _sum(self, call: Callable[[RolloutEngine], int]) -> int:
+        total = 0
+        for replica in self.replicas:
+            if replica.out_until is None:
+                try:
+                    total += call(replica.engine)
+                except EngineError as error:
+                    self._failed(replica, error)
+        return total
 
     def _facts(self, replica: Replica) -> dict[str, str | int]:
         return {
@@ -198,32 +239,45 @@ class Router:
                 replica.restoring = asyncio.create_task(self._restore(replica))
 
     async def _restore(self, replica: Replica) -> None:
-        """Give a replica the weights again, in a thread; if it takes them it may be used."""
+        """Give a replica the weights again; if it takes them it may be used."""
         try:
             with telemetry.span(names.WEIGHT_SYNC, self._facts(replica)) as span:
-                result = await asyncio.to_thread(self._sync, replica)
+                result = await self._push(replica)
                 if isinstance(result, EngineError):
                     span.set({names.ERROR_TYPE: type(result).__name__})
                     raise result
                 span.set({names.BYTES: sum(entry.moved for entry in result)})
             self._works(replica)
-        except EngineError as error:
+        except Exception as error:  # whatever it is, the replica stays out, and whoever waits for it goes on
             replica.out_until = None
             self._failed(replica, error)
         finally:
             replica.restoring = None
 
+    async def _push(self, replica: Replica) -> list[WeightSync] | EngineError:
+        """Have it take the weights, in a thread that outlives the event loop if it hangs; one at a time."""
+        if replica.push is not None and not replica.push.done():
+            await asyncio.wrap_future(replica.push)  # from an earlier event loop
+        replica.push = self._threads.submit(copy_context().run, self._sync, replica)
+        return await asyncio.wrap_future(replica.push)
+
     async def _next_back(self) -> None:
-        """Wait for the replica that is due first. Raises EngineError if it does not come back."""
-        first = min(self.replicas, key=lambda replica: replica.out_until or 0.0)
-        while first.out_until is not None and first.restoring is None:
-            await asyncio.sleep(max(first.out_until - self._clock(), 0.0))
+        """Wait until a replica is back; how long is for the caller to say. Where dead ones stay dead it raises
+        EngineError once each was given the weights in vain.
+        """
+        tried: set[str] = set()
+        while all(replica.out_until is not None for replica in self.replicas):
+            if not self._come_back and len(tried) == len(self.replicas):
+                raise EngineError(f"no rollout replica can be used, all have failed: {', '.join(sorted(tried))}")
             self._restore_due()
-        if first.restoring is not None:
-            await asyncio.shield(first.restoring)
-        if all(replica.out_until is not None for replica in self.replicas):
-            failed = ", ".join(replica.name for replica in self.replicas)
-            raise EngineError(f"no rollout replica can be used, all have failed: {failed}")
+            restoring = {replica.name: replica.restoring for replica in self.replicas if replica.restoring is not None}
+            due = [replica.out_until or 0.0 for replica in self.replicas if replica.restoring is None]
+            delay = max(min(due) - self._clock(), 0.0) if due else None
+            if restoring:
+                done, _ = await asyncio.wait(restoring.values(), timeout=delay, return_when=asyncio.FIRST_COMPLETED)
+                tried |= {name for name, task in restoring.items() if task in done}
+            else:
+                await asyncio.sleep(delay or 0.0)
 
 
 def _cost(request: GenerateRequest) -> int:

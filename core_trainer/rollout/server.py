@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any
 
@@ -21,6 +22,7 @@ import httpx
 from rlinsight.errors import EngineError, RequestRefused
 
 CONNECT_TIMEOUT_S = 10.0
+CONTROL_TIMEOUT_S = 60.0  # of a control call, unless it says otherwise: none but loading weights takes long
 BUSY = (429, 503)
 MAX_TRIES = 6  # of a request that finds the server busy
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.5, 60.0
@@ -28,17 +30,35 @@ ASKED_TOO_MUCH = (400, 413, 422)  # about the request; other codes are about the
 LONGEST_MESSAGE = 300
 
 
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """What may help against a failure: other options, where the server is started in another way."""
+
+    key: str = "set rollout.openai.api_key_env"
+    unreachable: str = "is the server running?"
+    silent: str = "raise rollout.openai.timeout_s if it is slow"
+    model: str = "set rollout.openai.model to one of"
+
+
+OPENAI = Hints()
+
+
 class Server:
     """Blocking calls for control, asynchronous ones for requests. Not tied to an event loop."""
 
     def __init__(
-        self, url: str, api_key: str | None = None, timeout_s: float = 600.0, max_requests: int | None = None
+        self,
+        url: str,
+        api_key: str | None = None,
+        timeout_s: float = 600.0,
+        max_requests: int | None = None,
+        hints: Hints = OPENAI,
     ) -> None:
-        """``url`` with or without its ``/v1``. A server silent for ``timeout_s`` has failed. Requests beyond
-        ``max_requests`` wait until others are answered.
+        """``url`` with or without its ``/v1``. A request has failed when the server is silent for ``timeout_s``, a
+        control call after CONTROL_TIMEOUT_S. Requests beyond ``max_requests`` wait until others are answered.
         """
         self.url = url.rstrip("/").removesuffix("/v1")
-        self.timeout_s = timeout_s
+        self.timeout_s, self.hints = timeout_s, hints
         options: dict[str, Any] = {
             "base_url": self.url,
             "headers": {"authorization": f"Bearer {api_key}"} if api_key else {},
@@ -58,11 +78,19 @@ class Server:
         url = httpx.URL(self.url)
         return f"{url.host}:{url.port or (443 if url.scheme == 'https' else 80)}{url.path.rstrip('/')}"
 
-    def call(self, method: str, path: str, body: Any = None, **params: Any) -> dict[str, Any]:
-        """A control call's JSON object; an empty one when it answers something else. Raises EngineError."""
+    def call(
+        self, method: str, path: str, body: Any = None, timeout_s: float | None = None, **params: Any
+    ) -> dict[str, Any]:
+        """A control call's JSON object; an empty one when it answers something else. Raises EngineError, after
+        ``timeout_s`` of silence where a call may take longer than others.
+        """
+        silence = timeout_s or CONTROL_TIMEOUT_S
+        timeout = httpx.Timeout(silence, connect=CONNECT_TIMEOUT_S, pool=None)
         for attempt in range(1, MAX_TRIES + 1):
             try:
-                response = self._control.request(method, path, json=body, params=params)
+                response = self._control.request(method, path, json=body, params=params, timeout=timeout)
+            except httpx.ReadTimeout as error:
+                raise EngineError(f"{self.url}{path} was silent for {silence:g} s") from error
             except httpx.HTTPError as error:
                 raise self._failure(error) from error
             delay = self._delay(response, attempt)
@@ -120,7 +148,7 @@ class Server:
             return
         said = message(response.text)
         if code in (401, 403):
-            raise EngineError(f"{self.url} refuses the key ({code}): {said}; set rollout.openai.api_key_env")
+            raise EngineError(f"{self.url} refuses the key ({code}): {said}; {self.hints.key}")
         if code in BUSY:
             raise EngineError(f"{self.url} was busy ({code}) {MAX_TRIES} times in a row: {said}")
         kind = RequestRefused if code in ASKED_TOO_MUCH else EngineError
@@ -128,11 +156,9 @@ class Server:
 
     def _failure(self, error: httpx.HTTPError) -> EngineError:
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-            return EngineError(f"{self.url} cannot be reached ({message(str(error))}); is the server running?")
+            return EngineError(f"{self.url} cannot be reached ({message(str(error))}); {self.hints.unreachable}")
         if isinstance(error, httpx.TimeoutException):
-            return EngineError(
-                f"{self.url} was silent for {self.timeout_s:g} s; raise rollout.openai.timeout_s if it is slow"
-            )
+            return EngineError(f"{self.url} was silent for {self.timeout_s:g} s; {self.hints.silent}")
         return EngineError(f"{self.url} broke the connection ({type(error).__name__}: {message(str(error))})")
 
 

@@ -61,6 +61,8 @@ class WeightFolder:
     def at(self, policy_version: int) -> Path:
         """The folder, holding that version. Raises EngineError when it cannot be written."""
         with self._lock:
+            if self._version is not None and policy_version < self._version:  # asked for long ago, by a slow server
+                raise EngineError(f"policy_version={policy_version} is no longer published, {self._version} is")
             if policy_version != self._version:
                 try:
                     self._write()
@@ -106,7 +108,7 @@ class VllmFromDisk:
         server.call("POST", "/pause", mode="wait")
         try:
             call = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
-            server.call("POST", "/collective_rpc", call)
+            server.call("POST", "/collective_rpc", call, timeout_s=server.timeout_s)
             server.call("POST", "/reset_prefix_cache")
         finally:
             server.call("POST", "/resume")
@@ -124,9 +126,9 @@ class SglangFromDisk:
 
     def push(self, server: Server, policy_version: int) -> Pushed:
         path = self.folder.at(policy_version)
-        told = server.call(
-            "POST", "/update_weights_from_disk", {"model_path": str(path), "weight_version": str(policy_version)}
-        )
+        server.call("GET", "/v1/models")  # a server that hangs is found before the call that may take long
+        call = {"model_path": str(path), "weight_version": str(policy_version)}
+        told = server.call("POST", "/update_weights_from_disk", call, timeout_s=server.timeout_s)
         if not told.get("success"):
             raise EngineError(f"{server.url} did not take the weights: {told.get('message')}")
         return Pushed(policy_version, self.folder.nbytes)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +42,8 @@ class ScriptedEngine:
     asked: list[str] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     slept: int = 7
+    slept_calls: int = 0  # sleeps and wakes
+    failing_to_sleep: EngineError | None = None
 
     def __post_init__(self) -> None:
         self._waiting: list[asyncio.Event] = []
@@ -77,10 +81,13 @@ class ScriptedEngine:
         self.aborted.append(request_id)
 
     def sleep(self) -> int:
+        self.slept_calls += 1
+        if self.failing_to_sleep is not None:
+            raise self.failing_to_sleep
         return self.slept
 
     def wake(self) -> int:
-        return self.slept
+        return self.sleep()
 
     def close(self) -> None:
         self.closed = True
@@ -334,7 +341,7 @@ def test_who_runs_out_of_patience_is_served_elsewhere() -> None:
 
 
 def test_with_one_replica_a_failure_is_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next request waits for it to come back, and fails by name if it does not."""
+    """The next requests wait for it to come back, however often it does not."""
     monkeypatch.setattr(router_module, "FIRST_BACKOFF_S", 0.1)
     router, (only,) = make(1)
 
@@ -348,12 +355,119 @@ def test_with_one_replica_a_failure_is_waited_out(monkeypatch: pytest.MonkeyPatc
         only.failing, only.refuses_weights = EngineError("hiccup"), True
         with pytest.raises(EngineError, match="hiccup"):
             await router.generate(ask())
-        with pytest.raises(EngineError, match="no rollout replica can be used, all have failed: e0"):
-            await router.generate(ask())
+        only.failing = None
+        waiting = asyncio.create_task(router.generate(ask()))
+        while router.replicas[0].failures < 3:  # it was given the weights twice in vain
+            await asyncio.sleep(0.01)
+        assert not waiting.done()
+        only.refuses_weights = False
+        assert (await waiting).replica == "e0"
 
     asyncio.run(run())
     assert router.replica == "e0"
-    assert only.synced == [0, 0]
+    assert only.synced == [0, 0, 0]
+
+
+def test_where_the_dead_stay_dead_nobody_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run's own servers are not started again: once each was given the weights in vain, requests fail by name."""
+    monkeypatch.setattr(router_module, "FIRST_BACKOFF_S", 0.05)
+    engines = [ScriptedEngine(f"e{i}") for i in range(2)]
+    router = Router(engines, come_back=False)
+    router.sync_weights(0)
+
+    async def run() -> None:
+        for engine in engines:
+            engine.failing, engine.refuses_weights = EngineError("dead"), True
+        for _ in engines:
+            with pytest.raises(EngineError, match="dead"):
+                await router.generate(ask())
+        with pytest.raises(EngineError, match="no rollout replica can be used, all have failed: e0, e1"):
+            await router.generate(ask())
+
+    asyncio.run(run())
+
+
+def test_a_replica_that_hangs_stalls_neither_sampling_nor_syncs() -> None:
+    """It keeps its thread: the event loop ends without it, later syncs leave it out, and it comes back when it can."""
+    clock = Clock()
+    router, (a, b) = make(2, clock)
+    may_answer, sync = threading.Event(), a.sync_weights
+
+    def hang(policy_version: int) -> list[WeightSync]:
+        assert may_answer.wait(30)
+        return sync(policy_version)
+
+    a.failing, a.sync_weights = EngineError("silent"), hang  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match="silent"):
+        asyncio.run(router.generate(ask()))
+    clock.now += 2
+    a.failing = None
+    try:
+        began = time.monotonic()
+        asyncio.run(router.generate(ask()))  # starts to bring it back
+        assert [entry.replica for entry in router.sync_weights(1)] == ["e1"]
+        assert time.monotonic() - began < 10
+    finally:
+        may_answer.set()
+    push = router.replicas[0].push
+    assert push is not None
+    push.result(30)
+    assert router.replicas[0].out_until is not None  # what it took may be old
+    assert [entry.replica for entry in router.sync_weights(2)] == ["e0", "e1"]
+    assert (a.policy_version, b.policy_version) == (2, 2)
+    assert {turn.replica for turn in asyncio.run(all_of(router, 4))} == {"e0", "e1"}
+
+
+def test_a_sync_leaves_a_replica_out_that_took_no_weights_since_it_failed() -> None:
+    """Trying it again at each sync would cost as long as it is silent; it is brought back while others sample."""
+    clock = Clock()
+    router, (a, _) = make(2, clock)
+    a.refuses_weights = True
+    router.sync_weights(1)
+    clock.now += 2
+
+    async def restore() -> None:
+        await router.generate(ask())
+        while router.replicas[0].restoring is not None:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(restore())
+    a.refuses_weights = False
+    assert [entry.replica for entry in router.sync_weights(2)] == ["e1"]
+    clock.now += 10
+    asyncio.run(restore())
+    assert router.replicas[0].out_until is None
+    assert a.synced == [0, 2]
+
+
+def test_sleep_and_wake_pass_a_dead_replica_by() -> None:
+    """One that fails then is out, one that is out is not asked; the others' bytes count."""
+    router, (a, b) = make(2)
+    a.failing_to_sleep = EngineError("dead")
+    assert router.sleep() == 7
+    assert [replica.out_until is None for replica in router.replicas] == [False, True]
+    assert router.wake() == 7
+    assert (a.slept_calls, b.slept_calls) == (1, 2)
+
+
+def test_an_answer_to_an_old_request_does_not_make_up_for_a_failure_since() -> None:
+    """Back-off grows with failures in a row, whatever was asked before the first of them."""
+    router, (only,) = make(1)
+    only.holds = True
+
+    async def run() -> None:
+        old = asyncio.create_task(router.generate(ask("old")))
+        await settle()
+        router._failed(router.replicas[0], EngineError("hiccup"))
+        router._works(router.replicas[0])
+        only.release()
+        await old
+        assert router.replicas[0].failures == 1
+        only.holds = False
+        await router.generate(ask("new"))
+        assert router.replicas[0].failures == 0
+
+    asyncio.run(run())
 
 
 def test_a_replica_without_the_new_weights_gets_no_request() -> None:

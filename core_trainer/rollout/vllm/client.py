@@ -87,7 +87,7 @@ class VllmServerEngine(OpenAIEngine):
         sleep_level: int | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        """See OpenAIEngine; ``memory`` is shared by the engines of this process. Requests may wait for ``timeout_s``."""
+        """See OpenAIEngine; ``memory`` is shared by the engines of this process. Requests may take ``timeout_s``."""
         server = Server(address.url, address.api_key, timeout_s, hints=HINTS)
         rpc(server, "rlinsight_start")
         super().__init__(
