@@ -188,9 +188,11 @@ class Sampler:
         except BaseException as error:  # also when this task is cancelled
             self.engine.abort(request.request_id)
             if isinstance(error, TimeoutError) and deadline.expired():
-                raise RequestTimeout(
+                late = RequestTimeout(
                     f"no answer within {timeout_s:g} s; raise rollout.request_timeout_s if the engine is only slow"
-                ) from None
+                )
+                late.replica = getattr(error.__cause__, "replica", None)  # a router names it on the cancellation
+                raise late from None
             raise
         try:
             check_turn(turn, self.vocab_size)

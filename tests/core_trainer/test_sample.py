@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from core_trainer.rollout.engine import GenerateRequest
+from core_trainer.rollout.router import Router
 from core_trainer.rollout.sample import Group, Sampler, make_groups, time_limit_s
-from core_trainer.types import Prompt, Rollout, SamplingParams
+from core_trainer.types import Prompt, Rollout, SamplingParams, Turn
 from rlinsight.config import RolloutSection
 from rlinsight.errors import EngineError, RequestRefused, RlinsightError
 from tests.core_trainer.scripted_engine import Answer, Script, ScriptedEngine, dies_after, turn
@@ -133,6 +134,28 @@ def test_a_bad_answer_is_its_replicas() -> None:
     engine = ScriptedEngine(script, replica="router")
     asyncio.run(Sampler(engine, RolloutSection(retries=1), "tiny", VOCAB, str).sample(groups(1)[:1], PARAMS))
     assert [set(request.avoid) for request in engine.requests] == [set(), {"server/0"}]
+
+
+def test_a_late_answer_is_its_replicas(tmp_path: Path) -> None:
+    """The record names the replica that was asked, and the next attempt avoids it though it is back by then."""
+    silent, good = ScriptedEngine(lambda *_: None, "server/0"), ScriptedEngine(replica="server/1")
+    router = Router([silent, good])
+    router.sync_weights(0)
+    section = RolloutSection(retries=1, request_timeout_s=0.05)
+    sampler = Sampler(router, section, "tiny", VOCAB, str)
+    ask, asked = router.generate, []
+
+    async def generate(request: GenerateRequest) -> Turn:
+        asked.append(request)
+        router.sync_weights(len(asked))  # every replica may be used
+        return await ask(request)
+
+    router.generate = generate  # type: ignore[method-assign]
+    with recording(tmp_path) as store:
+        (rollout,) = asyncio.run(sampler.sample(groups(1)[:1], PARAMS))
+    assert [set(request.avoid) for request in asked] == [set(), {"server/0"}]
+    assert (rollout.turns[0].replica, len(silent.requests)) == ("server/1", 1)
+    assert store.rows("SELECT replica, error_type FROM serving_requests") == [("server/0", "RequestTimeout")]
 
 
 def test_a_request_that_is_refused_is_not_made_again() -> None:
