@@ -29,7 +29,7 @@ from core_trainer.workers.reward import RewardWorker
 from core_trainer.workers.worker_group import WorkerGroup, free_port
 from rlinsight import names, telemetry
 from rlinsight.config import Config
-from rlinsight.errors import WorkerError
+from rlinsight.errors import EngineError, WorkerError
 
 ABORT_TIMEOUT_S = 2.0  # how long workers may take to deliver telemetry when the run is cut short
 CLOSE_TIMEOUT_S = 15.0
@@ -92,6 +92,8 @@ class Cluster:
         self._start_ray(1 + workers * (1 + reference + (own_critic is not None)))
         resource = {names.ALGORITHM: config.algorithm.name, names.MODEL: config.model.source}
         gpus = 1.0 if torch.cuda.is_available() else 0.0  # untested
+        if gpus:
+            check_gpus(config, int(ray.cluster_resources().get("GPU", 0)))
         self.reward = self._spawn(WorkerGroup(RewardWorker, "reward", 1, job, config, resource))
         self.policy = self._spawn(WorkerGroup(PolicyWorker, "policy", workers, job, config, resource, num_gpus=gpus))
         if reference:
@@ -175,6 +177,17 @@ def _without_idle_services() -> Iterator[None]:
     finally:
         for name, method in kept.items():
             setattr(Node, name, method)
+
+
+def check_gpus(config: Config, there: int) -> None:
+    """Raise EngineError when workers and servers need more GPUs than are ``there``: Ray would wait for them."""
+    workers, section = config.trainer.num_workers, config.rollout.vllm
+    servers = section.replicas if config.rollout.engine == "vllm_server" else 0
+    needed = workers + servers * section.tensor_parallel_size
+    if needed > there:
+        told = f" and {servers} vLLM servers with {section.tensor_parallel_size} each" if servers else ""
+        fix = "lower rollout.vllm.replicas, or set rollout.engine: vllm" if servers else "lower trainer.num_workers"
+        raise EngineError(f"{workers} policy workers with one GPU each{told} need {needed}, there are {there}; {fix}")
 
 
 def _fingerprint(config: Config, model_dir: Path) -> dict[str, Any]:

@@ -424,7 +424,8 @@ class Controller:
         """Look at what each policy worker's engine took of the weights it was given."""
         entries = [entry for ledger in ledgers for entry in ledger]
         if entries:
-            self.served_version = entries[0].policy_version
+            if self.config.rollout.openai.weights != "none":  # servers that keep theirs are never given others
+                self.served_version = entries[0].policy_version
             self._stale = self.alerts.synced(entries)
 
     def _stop_if_stale(self) -> None:

@@ -63,7 +63,7 @@ def train(
     act on.
     """
     sys.path.append(os.getcwd())  # a console script's path lacks the folder in which people write their rewards
-    preflight.check(config)
+    preflight.check(config, resume)
     run = run_dir.find(config, wanted) if resume else None
     section = config.telemetry
     load = partial(_trainer, config) if controller is None else lambda: controller

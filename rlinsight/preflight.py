@@ -16,13 +16,15 @@ from rlinsight.errors import ConfigError, DataError, ModelError
 TRAINING_PACKAGES = ("torch", "transformers", "safetensors", "ray")
 
 
-def check(config: Config | SftConfig) -> None:
-    """Raise the ConfigError, DataError or ModelError that training would end with anyway."""
+def check(config: Config | SftConfig, resume: bool = False) -> None:
+    """Raise the ConfigError, DataError or ModelError that training would end with anyway. ``resume``: whether it is to
+    continue a run.
+    """
     _check_packages()
     _check_data(config.data)
     _check_model(config.model)
     if isinstance(config, Config):
-        _check_engine(config)
+        _check_engine(config, resume)
         _check_rewards(config.reward)
 
 
@@ -32,17 +34,17 @@ def _check_packages() -> None:
         raise ConfigError(f"training needs {', '.join(missing)}; run: pip install 'rlinsight[train]'")
 
 
-def _check_engine(config: Config) -> None:
+def _check_engine(config: Config, resume: bool) -> None:
     engine = config.rollout.engine
     if engine == "openai":
-        _check_servers(config)
+        _check_servers(config, resume)
     if engine in ("vllm", "vllm_server") and not _installed("vllm"):
         raise ConfigError(
             f"rollout.engine={engine}: vLLM is not installed; run: make vllm (docs/vllm.md has other ways)"
         )
 
 
-def _check_servers(config: Config) -> None:
+def _check_servers(config: Config, resume: bool) -> None:
     section, correction = config.rollout.openai, config.algorithm.correction
     if section.api_key_env is not None and not os.environ.get(section.api_key_env):
         raise ConfigError(
@@ -52,6 +54,11 @@ def _check_servers(config: Config) -> None:
         raise ConfigError(
             "rollout.openai.weights=none: the servers would sample from other weights than are trained, ever more so; "
             "set weights: disk, or weigh the rollouts with algorithm.correction.importance"
+        )
+    if section.weights == "none" and resume:
+        raise ConfigError(
+            "rollout.openai.weights=none: the servers have the weights the run began with, and a resumed one cannot "
+            "check them; set weights: disk"
         )
 
 

@@ -32,12 +32,14 @@ def build_engine(
     rank: int = 0,
     world_size: int = 1,
     servers: Sequence[Address] = (),
+    run_id: str | None = None,
 ) -> RolloutEngine:
     """The engine ``rollout.engine`` names, over ``model``; serves its weights once ``sync_weights`` was called.
 
     ``model_dir`` is where the model came from. ``merge_adapters`` false makes the native engine compute adapters apart;
     others get merged weights always. ``replica`` is the name in telemetry of an engine in this process. Of servers,
-    and of ``servers`` that the run has started, a worker gets its share by ``rank`` of ``world_size``.
+    and of ``servers`` that the run has started, a worker gets its share by ``rank`` of ``world_size``. ``run_id`` names
+    the folder in which it publishes weights, so that the run's next attempt finds what a killed one has left.
     """
     stop_token_ids = models.end_of_turn_ids(model.generation_config, tokenizer)
     length = data.max_prompt_tokens + rollout.max_new_tokens
@@ -53,7 +55,7 @@ def build_engine(
             return native(NativeEngine)
         return exact_engine(level.candidates(rollout.exact), model, native, stop_token_ids, rollout.temperature, length)
     if rollout.engine == "openai":
-        return _openai(rollout, model, tokenizer, stop_token_ids, length, rank, world_size)
+        return _openai(rollout, model, tokenizer, stop_token_ids, length, rank, world_size, run_id)
     if rollout.engine == "vllm_server":
         return _vllm_servers(rollout, model, tokenizer, stop_token_ids, length, servers[rank::world_size])
     from core_trainer.rollout.vllm.engine import VllmEngine
@@ -100,6 +102,7 @@ def _openai(
     length: int,
     rank: int,
     world_size: int,
+    run_id: str | None,
 ) -> RolloutEngine:
     """A router over this worker's share of the servers; with fewer servers than workers they share one."""
     from core_trainer.rollout import weight_transport as transports
@@ -113,9 +116,9 @@ def _openai(
     params = SamplingParams(rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k)
     dialect = SglangGenerate() if section.server == "sglang" else Completions(int(section.server == "other"))
     if section.weights == "none":
-        transport = transports.KeepsItsOwn(model)
+        transport = transports.KeepsItsOwn()
     else:
-        folder = transports.WeightFolder(model, section.weights_dir)
+        folder = transports.WeightFolder(model, section.weights_dir, None if run_id is None else f"{run_id}-{rank}")
         transport = (transports.SglangFromDisk if section.server == "sglang" else transports.VllmFromDisk)(folder)
     engines = [
         OpenAIEngine(

@@ -115,17 +115,21 @@ class OpenAIEngine:
         self.served_model, self.max_length = _identify(server, served_model, length)
         self._answers: dict[str, Answer] = {}  # by request id, until answered
         self._usual_gap: float | None = None
+        self._first_answer: Answer | None = None  # of a server that keeps its weights
         self._sampled_at = 0.0
 
     def sync_weights(self, policy_version: int) -> list[WeightSync]:
         """Have the server load the policy's weights, and see that its log-probs are theirs. Raises EngineError.
 
-        One that keeps its own weights is checked once; its turns are of the version it was checked at.
+        One that keeps its own weights is checked against them once, and then against what it answered at the time; its
+        turns are of that version.
         """
         in_flight = len(self._answers)
         pushed = self.transport.push(self.server, policy_version)
         if pushed.moved or self._usual_gap is None:
             self._check_log_probs(policy_version)
+        if not pushed.moved:
+            self._check_same()
         self.policy_version = pushed.policy_version
         return [WeightSync(self.replica, pushed.moved, 0, in_flight=in_flight, checksum_served=pushed.checksum)]
 
@@ -283,6 +287,20 @@ class OpenAIEngine:
         self._check_truncation()
         self._check_stop()
         self._usual_gap = gap
+
+    def _check_same(self) -> None:
+        """See that a server which keeps its weights has those it had at first. Raises EngineError."""
+        answer = self._ask(SamplingParams(PROBE_TOKENS, 0.0))
+        first = self._first_answer = self._first_answer or answer
+        pairs = list(zip(answer.token_ids, first.token_ids, strict=False))
+        # Up to the first token that differs, likeliest words of equal weights are about equally likely.
+        same = next((i for i, (now, then) in enumerate(pairs) if now != then), len(pairs) - 1) + 1
+        gap = float(np.abs(np.subtract(answer.log_probs[:same], first.log_probs[:same])).mean())
+        if gap > LARGEST_GAP:
+            raise EngineError(
+                f"{self.server.url} serves other weights than at first: log-probs differ by {gap:.2g} nats a token; "
+                "start it with those"
+            )
 
     def _check_truncation(self) -> None:
         """Where the run leaves unlikely words out, see that log-probs are still those of the whole vocabulary."""

@@ -13,12 +13,12 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from core_trainer import lora
-from core_trainer.rollout import checksum
 from core_trainer.rollout.server import Server
 from core_trainer.rollout.shared_weights import SharedWeights
 from rlinsight.errors import EngineError
 
 FILE = "model.safetensors"
+PREFIX = "rlinsight-weights-"  # of a folder's name
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +45,20 @@ class WeightTransport(Protocol):
 class WeightFolder:
     """The policy's weights as a safetensors file, written once a version: on disk, or in this machine's memory."""
 
-    def __init__(self, model: PreTrainedModel, directory: Path | None) -> None:
-        """``directory`` must be the servers' too; None shares memory, for servers of the same user on this machine."""
+    def __init__(self, model: PreTrainedModel, directory: Path | None, name: str | None = None) -> None:
+        """``directory`` must be the servers' too; None shares memory, for servers of the same user on this machine.
+
+        ``name`` tells this process's folder there from those of others; one that is left of an earlier attempt is
+        removed. Raises EngineError when it cannot be made.
+        """
         self._model, self._on_disk = model, directory is not None
         self._lock = threading.Lock()
         self._version: int | None = None
         self._shared: SharedWeights | None = None
-        if directory is not None:
-            directory.mkdir(parents=True, exist_ok=True)
-        self.path = Path(tempfile.mkdtemp(prefix="rlinsight-weights-", dir=directory))
-        if directory is not None:
-            self.path.chmod(0o755)  # who else may read is for the folder around it to say
+        if directory is None:
+            self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+        else:
+            self.path = _own_folder(directory, name)
         self.nbytes = 0
 
     def at(self, policy_version: int) -> Path:
@@ -92,6 +95,24 @@ class WeightFolder:
         if self._shared is not None:
             self._shared.close()
             self._shared = None
+
+
+def _own_folder(directory: Path, name: str | None) -> Path:
+    """An empty folder there."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if name is None:
+            path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=directory))
+        else:
+            path = directory / f"{PREFIX}{name}"
+            shutil.rmtree(path, ignore_errors=True)
+            path.mkdir()
+        path.chmod(0o755)  # who else may read is for the folder around it to say
+    except OSError as error:
+        raise EngineError(
+            f"rollout.openai.weights_dir={directory}: no folder for the weights can be made there ({error.strerror})"
+        ) from error
+    return path
 
 
 class VllmFromDisk:
@@ -140,16 +161,15 @@ class SglangFromDisk:
 class KeepsItsOwn:
     """The server's weights stay those of the first push, which it must have been started with."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: Pushed | None = None
+        self._first: int | None = None
 
     def push(self, server: Server, policy_version: int) -> Pushed:
         with self._lock:
-            if self._kept is None:
-                self._kept = Pushed(policy_version, 0, checksum.of(lora.merged_state(self._model).items()))
-        return self._kept
+            if self._first is None:
+                self._first = policy_version
+        return Pushed(self._first, 0)
 
     def close(self) -> None:
         """Nothing was published."""

@@ -59,7 +59,7 @@ class PolicyWorker(Worker):
         super().__init__(place, job, config.telemetry, resource)
         if config.rollout.exact != "off":
             level.prepare(config.rollout.exact)
-        self.config = config
+        self.config, self.run_id = config, job.run_id
         self.temperature = config.rollout.temperature
         self.micro_batch_tokens = config.trainer.micro_batch_tokens
         critic = config.algorithm.model_critic
@@ -109,6 +109,7 @@ class PolicyWorker(Worker):
             rank=place.rank,
             world_size=place.world_size,
             servers=servers,
+            run_id=self.run_id,
         )
         optimizers = [self.optimizer] if self.head is None else [self.optimizer, self.head_optimizer]
         self.hybrid = HybridEngine(engine, self.model, optimizers)

@@ -53,6 +53,13 @@ class VllmSection(Section):
         return self
 
 
+def _server(url: str) -> tuple[str, str | None, int, str]:
+    """What tells servers apart, however their addresses are written."""
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    return parts.scheme, parts.hostname, port, parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
 class OpenAISection(Section):
     """Servers with the OpenAI completions protocol that somebody else started; replicas when there are several."""
 
@@ -70,7 +77,9 @@ class OpenAISection(Section):
     weights_dir: Path | None = Field(
         default=None, description="folder the servers see under the same path; unset: memory of this machine"
     )
-    timeout_s: float = Field(default=600.0, gt=0, description="silence of a server after which a request has failed")
+    timeout_s: float = Field(
+        default=600.0, gt=0, description="silence of a server after which a request, or its load of weights, has failed"
+    )
 
     @model_validator(mode="after")
     def _urls_are_usable(self) -> OpenAISection:
@@ -84,7 +93,7 @@ class OpenAISection(Section):
                 raise ValueError(f"urls.{i}={url!r} is no http or https address; write one like http://127.0.0.1:8000")
             if "@" in parts.netloc:
                 raise ValueError(f"urls.{i} holds credentials, which would be stored; use api_key_env")
-        if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
+        if len({_server(url) for url in self.urls}) < len(self.urls):
             raise ValueError("urls repeat; name every server once")
         return self
 
@@ -162,6 +171,11 @@ class RolloutSection(Section):
             raise ValueError(f"openai has no effect with engine {self.engine}; set engine: openai or remove openai")
         if self.engine == "openai" and not self.openai.urls:
             raise ValueError("engine openai needs the servers' addresses; set openai.urls: [http://127.0.0.1:8000]")
+        if self.openai.weights == "none" and self.on_stale == "fail":
+            raise ValueError(
+                "on_stale=fail has no effect with openai.weights: none, whose servers are given no weights to be stale "
+                "against; set on_stale: alert"
+            )
         for option in ("replicas", "tensor_parallel_size"):
             if self.engine == "vllm" and getattr(self.vllm, option) != 1:
                 raise ValueError(

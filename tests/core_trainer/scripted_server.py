@@ -74,6 +74,7 @@ class ScriptedServer:
         self.hung_up = 0  # answers whose client went away
         self.refuses_weights = False  # answers 500 when given new ones
         self.ignores_weights = False  # says it took them
+        self.slow: dict[str, float] = {}  # seconds before a path answers
         self.paused = False
         self.loads = 0
         self.url = ""
@@ -159,7 +160,10 @@ class _Handler(BaseHTTPRequestHandler):
         if not self._accept(body):
             return
         path = self.path.partition("?")[0]
-        if path in ("/v1/completions", "/generate"):
+        time.sleep(self.owner.slow.get(path, 0.0))
+        if (body or {}).get("method") == "rlinsight_start":
+            self._answer({"results": [None]})
+        elif path in ("/v1/completions", "/generate"):
             self._tokens(body)
         elif path in ("/pause", "/resume", "/reset_prefix_cache"):
             self.owner.paused = {"/pause": True, "/resume": False}.get(path, self.owner.paused)

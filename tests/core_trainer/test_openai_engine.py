@@ -20,6 +20,9 @@ from core_trainer.rollout import server as server_module
 from core_trainer.rollout.build import build_engine
 from core_trainer.rollout.engine import Chunk, GenerateRequest
 from core_trainer.rollout.router import Router
+from core_trainer.rollout.vllm.client import VllmServerEngine
+from core_trainer.rollout.vllm.servers import Address
+from core_trainer.rollout.weight_transport import WeightFolder
 from core_trainer.types import SamplingParams, Turn
 from rlinsight import config, names, preflight, telemetry
 from rlinsight.errors import ConfigError, EngineError, RequestRefused
@@ -231,15 +234,82 @@ def test_a_server_without_the_new_weights_is_found_at_the_sync(
 def test_a_server_that_keeps_its_weights_says_so_for_good(
     scripted: ScriptedServer, policy: PreTrainedModel, lively: Path
 ) -> None:
-    """Its turns stay of the version it was checked at, and the ledger shows other weights than were published."""
+    """Its turns stay of the version it was checked at, of which nobody has a checksum; other weights are refused."""
     engine = ready(scripted, policy, lively, openai={"weights": "none"})
     with torch.no_grad():
         policy.get_input_embeddings().weight.mul_(1.2)
     (first,), (second,) = engine.sync_weights(1), engine.sync_weights(2)
-    assert first.checksum_served == second.checksum_served is not None
+    assert (first.checksum_served, second.checksum_served) == (None, None)
     assert first.moved == 0
     assert generate(engine, [ask()])[0].policy_version == 0
     assert scripted.loads == 0
+    with torch.no_grad():  # somebody starts it anew, with another model
+        scripted.model.get_input_embeddings().weight.mul_(1.5)
+    with pytest.raises(EngineError, match="serves other weights than at first: log-probs differ by"):
+        engine.sync_weights(3)
+
+
+def test_a_killed_attempt_leaves_its_folder_to_the_next_one(policy: PreTrainedModel, tmp_path: Path) -> None:
+    """Which removes it before it publishes; workers of a run have folders of their own."""
+    killed = WeightFolder(policy, tmp_path, "run-0")
+    killed.at(3)
+    other = WeightFolder(policy, tmp_path, "run-1")
+    again = WeightFolder(policy, tmp_path, "run-0")
+    assert list(again.path.iterdir()) == []
+    assert {path.name for path in tmp_path.iterdir()} == {again.path.name, other.path.name}
+    with pytest.raises(EngineError, match="policy_version=0 is no longer published, 1 is"):
+        again.at(1) and again.at(0)
+    again.close()
+    other.close()
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(EngineError, match=r"rollout.openai.weights_dir=.*file: no folder for the weights"):
+        WeightFolder(policy, tmp_path / "file", "run-0")
+
+
+def test_a_control_call_fails_long_before_a_request_would(
+    scripted: ScriptedServer, policy: PreTrainedModel, lively: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that hangs is found at the pause; loading weights may take as long as a request."""
+    engine = ready(scripted, policy, lively)
+    monkeypatch.setattr(server_module, "CONTROL_TIMEOUT_S", 0.2)
+    scripted.slow = {"/collective_rpc": 0.6}
+    engine.sync_weights(1)
+    scripted.slow = {"/pause": 1.0}
+    began = time.monotonic()
+    with pytest.raises(EngineError, match=r"/pause was silent for 0.2 s$"):
+        engine.sync_weights(2)
+    assert time.monotonic() - began < 0.9
+
+
+# A run's own servers --------------------------------------------------------------------------------------------------
+
+
+def test_own_servers_take_requests_as_long_as_the_run_does_and_give_no_foreign_advice(
+    lively: Path, policy: PreTrainedModel
+) -> None:
+    """Their context is the model's where that is shorter; messages name no option of servers of others."""
+    section = config.RolloutSection(engine="vllm_server", max_new_tokens=32, request_timeout_s=7200)
+    longest = policy.config.max_position_embeddings
+    data = config.DataSection(train="d.jsonl", max_prompt_tokens=longest)
+    tokenizer = models.load_tokenizer(lively)
+    with ScriptedServer(lively, max_model_len=longest, api_key="key").running() as server:
+
+        def build(**changes: str) -> Router:
+            address = Address(**{"replica": "vllm/0", "url": server.url, "model": "tiny", "api_key": "key"} | changes)
+            engine = build_engine(section, data, policy, tokenizer, lively, servers=[address])
+            assert isinstance(engine, Router)
+            return engine
+
+        engine = build().replicas[0].engine
+        assert isinstance(engine, VllmServerEngine)
+        assert (engine.max_length, engine.server.timeout_s) == (longest, 7200)
+        for wrong, message in (({"api_key": "no"}, "refuses the key"), ({"model": "x"}, "serves no model 'x'")):
+            with pytest.raises(EngineError, match=message) as refusal:
+                build(**wrong)
+            assert "rollout.openai" not in str(refusal.value)
+    with pytest.raises(EngineError, match=r"cannot be reached .*; its log is in the run's folder under servers"):
+        build()
 
 
 # What is refused at the start -----------------------------------------------------------------------------------------
@@ -320,6 +390,12 @@ def test_nobody_there(policy: PreTrainedModel, lively: Path) -> None:
         ({"engine": "openai", "openai": {"urls": ["a:1"]}}, "urls.0='a:1' is no http or https address"),
         ({"engine": "openai", "openai": {"urls": ["http://u:p@a"]}}, "urls.0 holds credentials, which would be stored"),
         ({"engine": "openai", "openai": {"urls": ["http://a", "http://a/"]}}, "urls repeat"),
+        ({"engine": "openai", "openai": {"urls": ["http://h:8000", "http://h:8000/v1"]}}, "urls repeat"),
+        ({"engine": "openai", "openai": {"urls": ["http://h", "http://H:80/v1/"]}}, "urls repeat"),
+        (
+            {"engine": "openai", "openai": {"urls": ["http://a"], "weights": "none"}, "on_stale": "fail"},
+            "on_stale=fail has no effect with openai.weights: none",
+        ),
         ({"engine": "openai", "openai": {"urls": ["http://a"], "server": "other"}}, "weights=disk needs server: vllm"),
         (
             {"engine": "openai", "openai": {"urls": ["http://a"], "weights": "none", "weights_dir": "/w"}},
@@ -358,6 +434,8 @@ def test_a_run_that_cannot_work_with_its_servers_is_refused(monkeypatch: pytest.
     with pytest.raises(ConfigError, match=r"rollout.openai.weights=none: the servers would sample from other weights"):
         preflight.check(settings(frozen))
     preflight.check(settings(frozen, correction={"importance": {}}))
+    with pytest.raises(ConfigError, match=r"rollout.openai.weights=none: the servers have the weights the run began"):
+        preflight.check(settings(frozen, correction={"importance": {}}), resume=True)
 
 
 def test_workers_share_servers(policy: PreTrainedModel, lively: Path) -> None:

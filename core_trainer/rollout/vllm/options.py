@@ -22,6 +22,7 @@ ENVIRONMENT = {  # read while vLLM is imported
 # telemetry, and what telemetry.setup takes, as JSON.
 API_KEY, OWNER = "VLLM_API_KEY", "RLINSIGHT_VLLM_OWNER"
 REPLICA, TELEMETRY = "RLINSIGHT_VLLM_REPLICA", "RLINSIGHT_VLLM_TELEMETRY"
+PLUGIN = "rlinsight"  # our stat logger's entry point
 STOP_TIMEOUT_S = 10.0  # until what did not heed a signal is killed
 
 IDENTITY_HEADER = "x-rlinsight-identity"  # of a request to a server of ours: JSON with its rollout's attributes

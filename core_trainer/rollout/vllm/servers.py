@@ -25,6 +25,7 @@ from core_trainer.rollout.vllm.options import (
     API_KEY,
     ENVIRONMENT,
     OWNER,
+    PLUGIN,
     REPLICA,
     STOP_TIMEOUT_S,
     TELEMETRY,
@@ -60,8 +61,7 @@ class VllmServerWorker(Worker):
     def __init__(self, place: Place, job: Job, config: Config, resource: dict[str, str]) -> None:
         super().__init__(place, job, config.telemetry, resource)
         self.job, self.config, self.resource = job, config, resource
-        self._process: subprocess.Popen[bytes] | None = None
-        self._scraped = ExitStack()
+        self._ends = ExitStack()  # what runs, to be ended; the last one first
 
     def start(self, model_dir: Path) -> Address:
         """Start the server and wait until it serves. Raises EngineError with its last words when it ends first."""
@@ -75,20 +75,22 @@ class VllmServerWorker(Worker):
             arguments["otlp_traces_endpoint"] = f"{self.job.collector}/v1/traces"
         log = self.job.run_dir / "servers" / f"{replica.replace('/', '-')}.log"
         with telemetry.span(names.START_SERVER, {names.REPLICA: replica, names.PATH: str(log)}):
-            self._process = launch(model_dir, address, command_line(arguments), self._environment(address), log)
-            wait_until_healthy(self._process, address, log)
+            process = launch(model_dir, address, command_line(arguments), self._environment(address), log)
+            self._ends.callback(stop, process)
+            wait_until_healthy(process, address, log)
         if config.telemetry.enabled:
             target = ScrapeTarget(url=f"{address.url}/metrics", name=log.stem, labels={str(names.REPLICA): replica})
             section = config.telemetry.model_copy(update={"scrape": [target]})
-            self._scraped.enter_context(scraping.scraped(section, self.job.run_id, self.job.attempt))
+            self._ends.enter_context(scraping.scraped(section, self.job.run_id, self.job.attempt))
         return address
 
     def close(self) -> bool:
         """End the server and everything it started."""
-        self._scraped.close()
-        if self._process is not None:
-            stop(self._process)
-        return super().close()
+        try:
+            self._ends.close()
+        finally:
+            delivered = super().close()
+        return delivered
 
     def _environment(self, address: Address) -> dict[str, str]:
         threads = max(1, len(os.sched_getaffinity(0)) // self.place.world_size)
@@ -101,6 +103,8 @@ class VllmServerWorker(Worker):
         job, section = self.job, self.config.telemetry
         if not section.enabled:
             return environment
+        if "VLLM_PLUGINS" in os.environ:  # the user's choice of plugins, which leaves out our stat logger
+            environment["VLLM_PLUGINS"] = ",".join(filter(None, [os.environ["VLLM_PLUGINS"], PLUGIN]))
         if job.collector is not None:
             environment["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] = "http/protobuf"
             if job.token is not None:
@@ -139,7 +143,7 @@ def launch(
 ) -> subprocess.Popen[bytes]:
     """Start a server's process; what it writes goes to the end of ``log``."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "core_trainer.rollout.vllm.serve", "--model", str(model_dir)]
+    command = [sys.executable, "-P", "-m", "core_trainer.rollout.vllm.serve", "--model", str(model_dir)]
     command += ["--served-model-name", address.model, "--host", "127.0.0.1"]
     command += ["--port", str(httpx.URL(address.url).port), "--disable-uvicorn-access-log"]
     command += ["--enable-prompt-tokens-details"]  # cached tokens
