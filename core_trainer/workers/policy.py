@@ -278,6 +278,9 @@ class PolicyWorker(Worker):
 
     def close(self) -> bool:
         """Release the engine's processes and deliver what is recorded."""
-        if hasattr(self, "hybrid"):
-            self.hybrid.close()
-        return super().close()
+        try:
+            if hasattr(self, "hybrid"):
+                self.hybrid.close()
+        finally:
+            delivered = super().close()
+        return delivered

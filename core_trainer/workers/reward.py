@@ -64,9 +64,12 @@ class RewardWorker(Worker):
 
     def close(self) -> bool:
         """End the verifier processes and deliver what is recorded."""
-        if self.scorer is not None:
-            self.scorer.close()
-        return super().close()
+        try:
+            if self.scorer is not None:
+                self.scorer.close()
+        finally:
+            delivered = super().close()
+        return delivered
 
     def _record(self, rollouts: Sequence[Rollout], results: Sequence[RewardResult]) -> None:
         by_id = {rollout.rollout_id: rollout for rollout in rollouts}
