@@ -132,14 +132,14 @@ class ScriptedServer:
             if int(chosen) in options["stop"] and self.knows_stop_tokens:
                 return
 
-    def load(self, folder: str) -> None:
-        """Take new weights from a safetensors folder."""
+    def load(self, file: Path) -> None:
+        """Take new weights from a safetensors file."""
         self.loads += 1
         if self.refuses_weights:
             raise RuntimeError("no weights today")
         if not self.ignores_weights:
             with self.lock:
-                self.model.load_state_dict(load_file(Path(folder) / "model.safetensors"), strict=False)
+                self.model.load_state_dict(load_file(file), strict=False)
                 self.model.tie_weights()
 
 
@@ -165,12 +165,16 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer({"results": [None]})
         elif path in ("/v1/completions", "/generate"):
             self._tokens(body)
-        elif path in ("/pause", "/resume", "/reset_prefix_cache"):
+        elif path in ("/pause", "/resume", "/reset_prefix_cache", "/sleep", "/wake_up"):
             self.owner.paused = {"/pause": True, "/resume": False}.get(path, self.owner.paused)
             self._answer({"status": "ok"})
         elif path in ("/collective_rpc", "/update_weights_from_disk"):
             try:
-                self.owner.load(body["model_path"] if "model_path" in body else body["kwargs"]["weights_path"])
+                if body.get("method") == "rlinsight_load_shared":
+                    self.owner.load(Path(body["args"][0]))
+                else:
+                    folder = body["model_path"] if "model_path" in body else body["kwargs"]["weights_path"]
+                    self.owner.load(Path(folder) / "model.safetensors")
                 self._answer({"success": True, "results": [None]})
             except RuntimeError as error:
                 self._answer({"success": False, "message": str(error)}, 500 if path == "/collective_rpc" else 200)

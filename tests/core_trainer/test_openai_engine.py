@@ -289,7 +289,9 @@ def test_own_servers_take_requests_as_long_as_the_run_does_and_give_no_foreign_a
     lively: Path, policy: PreTrainedModel
 ) -> None:
     """Their context is the model's where that is shorter; messages name no option of servers of others."""
-    section = config.RolloutSection(engine="vllm_server", max_new_tokens=32, request_timeout_s=7200)
+    section = config.RolloutSection(
+        engine="vllm_server", max_new_tokens=32, request_timeout_s=7200, vllm=config.VllmSection(sleep_level=1)
+    )
     longest = policy.config.max_position_embeddings
     data = config.DataSection(train="d.jsonl", max_prompt_tokens=longest)
     tokenizer = models.load_tokenizer(lively)
@@ -304,6 +306,12 @@ def test_own_servers_take_requests_as_long_as_the_run_does_and_give_no_foreign_a
         engine = build().replicas[0].engine
         assert isinstance(engine, VllmServerEngine)
         assert (engine.max_length, engine.server.timeout_s) == (longest, 7200)
+        engine.sync_weights(0)
+        engine.sleep()
+        engine.sync_weights(1)  # it was out when the others were woken
+        engine.sync_weights(2)
+        assert len(server.of("/sleep")) == len(server.of("/wake_up")) == 1
+        assert server.loads == 3
         for wrong, message in (({"api_key": "no"}, "refuses the key"), ({"model": "x"}, "serves no model 'x'")):
             with pytest.raises(EngineError, match=message) as refusal:
                 build(**wrong)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from core_trainer import lora
 from core_trainer.rollout.dialects import Completions
-from core_trainer.rollout.engine import GenerateRequest
+from core_trainer.rollout.engine import GenerateRequest, WeightSync
 from core_trainer.rollout.openai import Answer, OpenAIEngine
 from core_trainer.rollout.server import Hints, Server
 from core_trainer.rollout.shared_weights import SharedWeights
@@ -103,17 +103,26 @@ class VllmServerEngine(OpenAIEngine):
             "vllm_server",
         )
         self.replica, self.sleep_level = address.replica, sleep_level
+        self._asleep = False
+
+    def sync_weights(self, policy_version: int) -> list[WeightSync]:
+        """See OpenAIEngine. Wakes a server that was out when the others were woken; untested on a GPU."""
+        if self._asleep:
+            self.wake()
+        return super().sync_weights(policy_version)
 
     def sleep(self) -> int:
         """As ``rollout.vllm.sleep_level`` says; untested: vLLM has it on GPUs. The server does not tell the bytes."""
         if self.sleep_level is not None:
             self.server.call("POST", "/sleep", level=self.sleep_level)
+            self._asleep = True
         return 0
 
     def wake(self) -> int:
         """Untested, likewise."""
         if self.sleep_level is not None:
             self.server.call("POST", "/wake_up")
+            self._asleep = False
         return 0
 
     def _headers(self, request: GenerateRequest) -> dict[str, str]:
