@@ -7,7 +7,7 @@ begins to hold, and again only after it has ceased to.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,12 +33,19 @@ class Alert:
 class Alerts:
     """The alerts of a run."""
 
-    def __init__(self, run_id: str, say: Callable[[str], object], compares_groups: bool = True) -> None:
-        """``say`` tells whoever watches the run; ``compares_groups`` false: equal rewards teach something."""
+    def __init__(
+        self,
+        run_id: str,
+        say: Callable[[str], object],
+        compares_groups: bool = True,
+        replicas: Collection[str] = (),
+    ) -> None:
+        """``say`` tells whoever watches the run; ``compares_groups`` false: equal rewards teach something. ``replicas``
+        are those that should take every sync.
+        """
         self._compares_groups = compares_groups
-        self._run, self._say = quoted(run_id), say
+        self._run, self._say, self._replicas = quoted(run_id), say, frozenset(replicas)
         self._holding: set[tuple[str, str]] = set()  # rule and subject
-        self._replicas: set[str] = set()  # that ever took weights
 
     def synced(self, ledger: Sequence[Published]) -> list[Alert]:
         """After a weight sync: replicas whose weights are not those that were published, and those that took none.
@@ -57,7 +64,6 @@ class Alerts:
             )
             for name in sorted(self._replicas - took)
         ]
-        self._replicas |= took
         self._raise("lost_replica", lost)
         stale = [
             Alert(

@@ -50,6 +50,7 @@ class Cluster:
     fingerprint: dict[str, Any]  # what a checkpoint of this run belongs to
     state: TrainerState | None = None  # of the checkpoint this attempt starts from
     policy_version = 0
+    replicas: list[str]  # of the rollout engines, by name
     ledger: list[list[Published]]  # of the first weight sync, by policy worker
 
     def __init__(self, config: Config, job: Job, reporter: Reporter) -> None:
@@ -102,7 +103,8 @@ class Cluster:
             self.critic = self._spawn(WorkerGroup(CriticWorker, CRITIC, workers, job, config, own_critic, resource))
         self.reward.call("start", [*prompts, *(prompt for each in self.validation_sets for prompt in each.prompts)])
         servers = self._start_servers(model_dir, resource) if config.rollout.engine == "vllm_server" else []
-        self.policy.call("start", model_dir, job.resume, free_port() if workers > 1 else None, servers)
+        names_by_rank = self.policy.call("start", model_dir, job.resume, free_port() if workers > 1 else None, servers)
+        self.replicas = [name for replicas in names_by_rank for name in replicas]
         if self.reference is not None:
             self.reference.call("start", model_dir)
         if self.critic is not None:

@@ -112,7 +112,7 @@ class Controller:
         self.validation_sets, self.fingerprint = cluster.validation_sets, cluster.fingerprint
         self.policy_version = self.served_version = cluster.policy_version
         compares_groups = config.algorithm.advantage.type in GROUP_ADVANTAGES
-        self.alerts = Alerts(job.run_id, reporter.stage, compares_groups)
+        self.alerts = Alerts(job.run_id, reporter.stage, compares_groups, cluster.replicas)
         self._first_sync = cluster.ledger
         self._stale: list[Alert] = []  # engines that do not serve what was published
         self.step, self.best = 0, None

@@ -28,6 +28,7 @@ from core_trainer.metrics import TokenStats, token_stats
 from core_trainer.optimizer import MasterOptimizer, OptimizerStats, step_together
 from core_trainer.rollout.build import build_engine
 from core_trainer.rollout.hybrid import HybridEngine, Published
+from core_trainer.rollout.router import Router
 from core_trainer.rollout.sample import Group, Sampler
 from core_trainer.types import Rollout, SamplingParams
 from core_trainer.value_model import ValueHead, ValueStats
@@ -68,8 +69,11 @@ class PolicyWorker(Worker):
         self.synced: int | None = None  # policy_version of the weights the rollout engine has
         self.head: ValueHead | None = None  # of a critic that shares this model
 
-    def start(self, model_dir: Path, resume: Path | None, port: int | None, servers: Sequence[Address] = ()) -> None:
-        """Load the model, or the checkpoint ``resume``, and meet the other ranks at ``port``.
+    def start(
+        self, model_dir: Path, resume: Path | None, port: int | None, servers: Sequence[Address] = ()
+    ) -> list[str]:
+        """Load the model, or the checkpoint ``resume``, and meet the other ranks at ``port``; the names of the replicas
+        that this rank samples with.
 
         ``servers`` are those that the run has started, for all ranks.
         """
@@ -80,6 +84,8 @@ class PolicyWorker(Worker):
         meet(place, port)
         with telemetry.span(names.LOAD_MODEL, {names.PATH: str(resume or model_dir)}):
             self._load(self.config, model_dir, resume, servers)
+        engine = self.hybrid.engine
+        return [replica.name for replica in engine.replicas] if isinstance(engine, Router) else [engine.replica]
 
     def _load(self, config: Config, model_dir: Path, resume: Path | None, servers: Sequence[Address]) -> None:
         self.model_dir = model_dir

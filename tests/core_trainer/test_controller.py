@@ -194,6 +194,7 @@ class Bench:
             fingerprint={},
             state=None,
             policy_version=0,
+            replicas=["policy/0"],
             ledger=[],
         )
         self.job = Job(run_id="r", attempt=1, run_dir=path, spool_dir=path / "spool", collector=None)

@@ -166,6 +166,15 @@ def test_rollouts_of_older_weights_are_found_before_they_are_learned_from(
     assert alerts(recorded) == ["stale_rollouts"]
 
 
+def test_servers_that_keep_their_weights_are_not_stale(tmp_path: Path, recorded: Recorded) -> None:
+    """They were never given others, whatever version was published."""
+    servers = {"engine": "openai", "openai": {"urls": ["http://127.0.0.1:1"], "weights": "none"}}
+    bench = Bench(tmp_path, by_index, rollout=servers)
+    bench.policy.sync_weights = lambda: ledger(5, None)  # type: ignore[method-assign]
+    assert bench.train().status == "finished"
+    assert alerts(recorded) == []
+
+
 def test_steps_that_never_sync_are_not_stale(tmp_path: Path, recorded: Recorded) -> None:
     """What is old is told by what the engine was given, not by what was trained since."""
     bench = Bench(tmp_path, by_index)

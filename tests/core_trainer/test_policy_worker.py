@@ -18,6 +18,7 @@ from core_trainer.logprobs import TokenScores
 from core_trainer.workers.base import Place
 from core_trainer.workers.policy import PolicyWorker
 from rlinsight import config, telemetry
+from tests.core_trainer.scripted_server import ScriptedServer
 from tests.core_trainer.test_shared_prefix import naive_log_probs, ragged_samples
 
 
@@ -33,6 +34,20 @@ def make_worker(model: Path, path: Path, **sections: Any) -> PolicyWorker:
     worker = PolicyWorker(Place("policy", 0, 1), job, config.parse(tree), {})
     worker.start(model, None, None)
     return worker
+
+
+def test_it_tells_its_replicas(tmp_path: Path, tiny_model: Path) -> None:
+    """By the names their weight syncs go by: its own, or each server's."""
+    first, second = ScriptedServer(tiny_model), ScriptedServer(tiny_model)
+    with first.running(), second.running():
+        servers = {"engine": "openai", "openai": {"urls": [first.url, second.url]}}
+        for rollout, expected in (({}, ["policy/0"]), (servers, [s.url.split("/")[2] for s in (first, second)])):
+            worker = make_worker(tiny_model, tmp_path, rollout=rollout)
+            try:
+                assert worker.start(tiny_model, None, None) == expected
+                assert [entry.sync.replica for entry in worker.sync_weights()] == expected
+            finally:
+                worker.close()
 
 
 def samples_off_policy() -> list[TrainSample]:
