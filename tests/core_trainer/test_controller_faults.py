@@ -145,12 +145,22 @@ def test_an_engine_that_is_stale_from_the_start_never_samples(tmp_path: Path, re
     assert alerts(recorded) == ["stale_engine"]
 
 
+def test_a_replica_that_does_not_take_the_first_weights_is_an_alert(tmp_path: Path, recorded: Recorded) -> None:
+    """Known by the workers' word, though no sync ever had it."""
+    bench = Bench(tmp_path, by_index)
+    bench.cluster.replicas = ["policy/0", "policy/1"]
+    bench.cluster.ledger = [ledger(0)]
+    bench.train()
+    assert alerts(recorded) == ["lost_replica"]
+
+
 @pytest.mark.parametrize("on_stale", ["alert", "fail"])
 def test_rollouts_of_older_weights_are_found_before_they_are_learned_from(
     tmp_path: Path, recorded: Recorded, on_stale: str
 ) -> None:
     """The engine got version 1 after step 1, and step 2 is sampled by version 0."""
     bench = Bench(tmp_path, by_index, rollout={"on_stale": on_stale})
+    bench.policy.behind = {"p/2": 1, "p/3": 1}
     bench.policy.sync_weights = lambda: ledger(1)  # type: ignore[method-assign]
     if on_stale == "alert":
         bench.train()

@@ -40,9 +40,10 @@ def test_it_tells_its_replicas(tmp_path: Path, tiny_model: Path) -> None:
     """By the names their weight syncs go by: its own, or each server's."""
     first, second = ScriptedServer(tiny_model), ScriptedServer(tiny_model)
     with first.running(), second.running():
-        servers = {"engine": "openai", "openai": {"urls": [first.url, second.url]}}
+        servers = {"engine": "openai", "openai": {"urls": [first.url, second.url]}, "max_new_tokens": 16}
+        data = {"train": "d.jsonl", "max_prompt_tokens": 64}
         for rollout, expected in (({}, ["policy/0"]), (servers, [s.url.split("/")[2] for s in (first, second)])):
-            worker = make_worker(tiny_model, tmp_path, rollout=rollout)
+            worker = make_worker(tiny_model, tmp_path, rollout=rollout, data=data)
             try:
                 assert worker.start(tiny_model, None, None) == expected
                 assert [entry.sync.replica for entry in worker.sync_weights()] == expected
