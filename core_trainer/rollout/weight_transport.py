@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -115,6 +117,19 @@ def _own_folder(directory: Path, name: str | None) -> Path:
     return path
 
 
+@contextmanager
+def paused(server: Server) -> Iterator[None]:
+    """In this block vLLM, having finished the requests it had, starts no others. Raises EngineError."""
+    try:
+        server.call("POST", "/pause", mode="wait")
+        yield
+    except BaseException:
+        with suppress(EngineError):
+            server.call("POST", "/resume")  # also after a pause that was not answered in time, but may come
+        raise
+    server.call("POST", "/resume")
+
+
 class VllmFromDisk:
     """vLLM loads the folder in place, paused, and forgets what the old weights computed.
 
@@ -126,13 +141,10 @@ class VllmFromDisk:
 
     def push(self, server: Server, policy_version: int) -> Pushed:
         path = self.folder.at(policy_version)
-        server.call("POST", "/pause", mode="wait")
-        try:
+        with paused(server):
             call = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
             server.call("POST", "/collective_rpc", call, timeout_s=server.timeout_s)
             server.call("POST", "/reset_prefix_cache")
-        finally:
-            server.call("POST", "/resume")
         return Pushed(policy_version, self.folder.nbytes)
 
     def close(self) -> None:

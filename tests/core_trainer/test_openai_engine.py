@@ -280,6 +280,7 @@ def test_a_control_call_fails_long_before_a_request_would(
     with pytest.raises(EngineError, match=r"/pause was silent for 0.2 s$"):
         engine.sync_weights(2)
     assert time.monotonic() - began < 0.9
+    assert len(scripted.of("/resume")) == 3  # after this pause too, lest it hold when it comes
 
 
 # A run's own servers --------------------------------------------------------------------------------------------------

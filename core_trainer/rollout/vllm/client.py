@@ -16,7 +16,7 @@ from core_trainer.rollout.server import Hints, Server
 from core_trainer.rollout.shared_weights import SharedWeights
 from core_trainer.rollout.vllm.options import IDENTITY_HEADER
 from core_trainer.rollout.vllm.servers import Address
-from core_trainer.rollout.weight_transport import Pushed
+from core_trainer.rollout.weight_transport import Pushed, paused
 from core_trainer.types import SamplingParams, Turn
 from rlinsight import names
 from rlinsight.errors import EngineError
@@ -46,12 +46,9 @@ class SharedMemory:
         Raises EngineError when it does not take them.
         """
         shared = self._at(policy_version)
-        server.call("POST", "/pause", mode="wait")
-        try:
+        with paused(server):
             (served, *_) = rpc(server, "rlinsight_load_shared", shared.path, timeout_s=LOAD_TIMEOUT_S)
             server.call("POST", "/reset_prefix_cache")
-        finally:
-            server.call("POST", "/resume")
         return Pushed(policy_version, shared.nbytes, served)
 
     def close(self) -> None:
