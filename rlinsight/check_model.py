@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import IO, Any
 
 from core_trainer.checks import ENGINES, Answer, Latency, Report, Spec
@@ -65,7 +66,7 @@ def run(spec: Spec, engines: Sequence[str] | None, path: Path, timeout_s: float,
     if missing:
         raise ConfigError(f"checking a model needs {', '.join(missing)}; run: pip install 'rlinsight[train]'")
     check_id = f"check-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-    with collector(path) as endpoint:  # before the minutes that follow: the store may be unusable
+    with _unwinding(), collector(path) as endpoint:  # before the minutes that follow: the store may be unusable
         training, reference = _part(spec, timeout_s, say)
         reports = [training]
         for engine in engines or ENGINES:
@@ -112,6 +113,24 @@ def _part(spec: Spec, timeout_s: float, say: Say) -> tuple[Report, list[Answer] 
         if late.is_set():
             return Report(spec.part, "failed", f"not done after {timeout_s:g} s; give it more with --timeout"), None
         return Report(spec.part, "failed", _death(code, log)), None
+
+
+@contextmanager
+def _unwinding() -> Iterator[None]:
+    """SIGTERM and SIGHUP (the terminal is gone) leave the block as Ctrl-C does, so that no process stays behind."""
+
+    def leave(number: int, _frame: FrameType | None) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)  # another one would cut short what ends the processes
+        raise SystemExit(128 + number)  # as a shell tells it
+
+    heeded = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, leave) for number in heeded}  # nohup has SIGHUP ignored
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

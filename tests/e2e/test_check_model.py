@@ -126,8 +126,9 @@ def test_a_part_that_takes_too_long_is_ended(tmp_path: Path, tiny_model: Path) -
     assert left == []
 
 
-def test_ctrl_c_leaves_no_process(tmp_path: Path, tiny_model: Path) -> None:
-    """The part and the collector end with the command."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_no_process(tmp_path: Path, tiny_model: Path, number: signal.Signals) -> None:
+    """Ctrl-C, a supervisor's stop, a terminal that is closed: part and collector end with the command."""
     process = subprocess.Popen(
         [COMMAND, "check-model", str(tiny_model), "--store", str(tmp_path / "s.duckdb")],
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heed_signals,
@@ -137,10 +138,11 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path, tiny_model: Path) -> None:
     while not (children := [p for p in psutil.Process(process.pid).children() if "check_model" in str(p.cmdline())]):
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    os.kill(process.pid, signal.SIGINT)  # to the command alone: its children are its own to end
-    process.communicate(timeout=60)
-    assert process.returncode != 0
+    os.kill(process.pid, number)  # to the command alone: its children are its own to end
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, errors
     assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+    assert store.read_endpoint(tmp_path / "s.duckdb") is None
 
 
 @pytest.mark.parametrize(
