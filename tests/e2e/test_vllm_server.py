@@ -72,10 +72,11 @@ def server(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     }
     process = launch(directory, address, options(VllmSection(kv_cache_gib=0.25)), environment, log)
     wait_until_healthy(process, address, log)
-    family = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
+    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     yield address
     stop(process)
-    assert not [pid for pid in family if psutil.pid_exists(pid)]
+    _, alive = psutil.wait_procs(family, timeout=20)  # killed children are reaped by others
+    assert not alive
 
 
 @pytest.fixture
