@@ -6,6 +6,7 @@ Owns the endpoint file, signals, ports and the decision to leave. The parts know
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import logging
 import os
@@ -34,7 +35,7 @@ from collectors.retention import Keep
 from collectors.scrape import Scraper
 from collectors.writer import Writer
 from rlinsight import schema
-from rlinsight.errors import CollectorError
+from rlinsight.errors import CollectorError, StoreError
 from rlinsight.priority import yield_processors
 from rlinsight.store import Endpoint, endpoint_path, is_loopback, read_endpoint
 from rlinsight.wire import DELIVER_S
@@ -75,6 +76,7 @@ def run(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     _refuse_second(store)
+    _refuse_unwritable(store)
     loopback = is_loopback(listen.host)
     token = tokens.from_file(listen.token_file) if listen.token_file else tokens.fresh()
     with ExitStack() as stack:
@@ -146,6 +148,23 @@ def _refuse_second(store: Path) -> None:
         raise CollectorError(
             f"a collector (process {endpoint.pid}) already serves {store} at {endpoint.http}; use it, or stop it first"
         )
+
+
+def _refuse_unwritable(store: Path) -> None:
+    """Before the store is opened: where its endpoint file could not be written nobody would find the collector."""
+    if not store.parent.is_dir():
+        return
+    draft = store.with_name(f".{store.name}.{os.getpid()}")
+    try:
+        draft.write_bytes(bytes(4096))
+    except OSError as error:
+        reason = "the disk is full" if error.errno == errno.ENOSPC else (error.strerror or str(error)).lower()
+        raise StoreError(
+            f"{store.parent} cannot be written: {reason}; free some space there or choose another --store"
+        ) from None
+    finally:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
 
 
 @contextmanager

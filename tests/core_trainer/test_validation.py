@@ -400,9 +400,13 @@ def test_rollouts_that_failed_are_in_no_metric(phase: Any, monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_a_failure_that_ends_the_run_is_recorded_first(phase: Any, recorded: list[tuple[str, dict[str, Any]]]) -> None:
+def test_a_failure_that_ends_the_run_is_recorded_first(
+    phase: Any, recorded: list[tuple[str, dict[str, Any]]], tmp_path: Path
+) -> None:
     """on_error fail: the failed component's event and the rollout's status are out before the error is."""
-    judge = {"type": "regex", "pattern": "(.*)*x{9}", "timeout_s": 1e-4, "name": "slow"}
+    (tmp_path / "slow.py").write_text("import time\n\n\ndef slow(response):\n    time.sleep(30)\n    return 0.0\n")
+    function = f"{tmp_path / 'slow.py'}:slow"
+    judge = {"type": "function", "function": function, "timeout_s": 0.5, "name": "slow"}
     run = phase(validation={"datasets": [SUMS]}, reward={"functions": [HAS_E, judge], "concurrency": 1})
     with pytest.raises(RewardError, match=r"reward 'slow' on rollout a1-s000003-v00-g0000\d-r000: timed out"):
         run(3)

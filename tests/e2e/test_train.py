@@ -406,7 +406,7 @@ def test_a_plugin_reaches_the_workers_and_recipes_record_what_they_drop(project:
     )
     greedy = project.rows(
         f"SELECT group_id, reward FROM rollout_samples JOIN rollout_scores USING (run_id, rollout_id) "
-        f"WHERE split = 'eval' AND run_id = '{mine.name}'"
+        f"WHERE split = 'baseline' AND run_id = '{mine.name}'"
     )
     baseline = {row["group_id"].removesuffix("-greedy"): row["reward"] for row in greedy}
     assert len(rows) == 2 * 16
