@@ -124,7 +124,7 @@ def report(rows: list[tuple[str, list[dict[str, Any]]]], options: argparse.Names
     machine = f"{platform.processor() or platform.machine()}, {psutil.cpu_count()} cores"
     seeds, presets = " ".join(map(str, options.seeds)), " ".join(options.presets)
     lines = [
-        "# Every recipe learns",
+        "# Which recipes learn",
         "",
         f"    python benchmarks/learning.py --presets {presets} --seeds {seeds} --steps {options.steps}",
         "",
