@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from core_trainer.algorithms import registry
 from core_trainer.algorithms.aggregation import token_weights
-from core_trainer.batching import TrainSample
+from core_trainer.batching import TrainSample, token_sample
 from core_trainer.partition import balanced
 from core_trainer.types import Rollout
 from rlinsight.config import AlgorithmSection
@@ -24,17 +25,14 @@ def to_samples(rollouts: Sequence[Rollout]) -> list[TrainSample]:
     samples = []
     for rollout in rollouts:
         (turn,) = rollout.turns
-        length = len(turn.token_ids)
+        tokens = token_sample(
+            rollout.rollout_id, rollout.group_id, turn.prompt_token_ids, turn.token_ids, turn.rollout_log_probs
+        )
         samples.append(
-            TrainSample(
-                rollout_id=rollout.rollout_id,
-                group_id=rollout.group_id,
-                prompt_token_ids=np.asarray(turn.prompt_token_ids, dtype=np.int64),
-                token_ids=np.asarray(turn.token_ids, dtype=np.int64),
-                loss_mask=np.ones(length, dtype=bool),
-                rollout_log_probs=np.asarray(turn.rollout_log_probs, dtype=np.float32),
+            replace(
+                tokens,
                 policy_version=rollout.policy_version,
-                turns=[(0, 0, length)],
+                turns=[(0, 0, tokens.num_tokens)],
                 carrier=rollout.carrier,
             )
         )

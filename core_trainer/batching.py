@@ -46,6 +46,21 @@ class TrainSample:
         return len(self.token_ids)
 
 
+def token_sample(
+    rollout_id: str, group_id: str, prompt: Sequence[int], token_ids: Sequence[int], log_probs: Sequence[float]
+) -> TrainSample:
+    """A sample of tokens alone, sampled by the first weights: every token enters the loss."""
+    return TrainSample(
+        rollout_id=rollout_id,
+        group_id=group_id,
+        prompt_token_ids=np.asarray(prompt, dtype=np.int64),
+        token_ids=np.asarray(token_ids, dtype=np.int64),
+        loss_mask=np.ones(len(token_ids), dtype=bool),
+        rollout_log_probs=np.asarray(log_probs, dtype=np.float32),
+        policy_version=0,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
     """One forward pass over G groups of at most n rollouts. Index tensors are int64, on the model's device."""

@@ -19,12 +19,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from core_trainer import attention, models
-from core_trainer.batching import TrainSample, micro_batches, pack
+from core_trainer.batching import TrainSample, micro_batches, pack, token_sample
 from core_trainer.checks import Answer, Latency, Report, Spec, Timing, compare, gaps, judge, latency
 from core_trainer.forward import log_probs, sample_log_probs
 from core_trainer.rollout.build import build_engine
@@ -132,7 +131,7 @@ def check_training(spec: Spec, directory: Path, say: Say) -> tuple[Report, list[
         answers = written
         say("training: forward and backward")
         attention.enable(loaded.model)
-        samples = [to_sample(i, a.prompt, a.token_ids, a.log_probs) for i, a in enumerate(answers)]
+        samples = [token_sample(f"{i}", f"{i}", a.prompt, a.token_ids, a.log_probs) for i, a in enumerate(answers)]
         trained = sample_log_probs(loaded.model, samples, 1.0, TOKEN_BUDGET)
         report.num_prompts = len(answers)
         report.max_log_prob_gap, report.mean_log_prob_gap, report.num_tokens = gaps(
@@ -180,19 +179,6 @@ def broken_gradient(model: PreTrainedModel, samples: Sequence[TrainSample]) -> s
     if broken:
         return f"the gradient of {broken[0]} is not finite, nor are {len(broken) - 1} others"
     return None if any(gradient.any() for gradient in gradients.values()) else "no parameter gets a gradient"
-
-
-def to_sample(index: int, prompt: Sequence[int], token_ids: Sequence[int], scores: Sequence[float]) -> TrainSample:
-    """One answer as the trainer sees a rollout."""
-    return TrainSample(
-        rollout_id=str(index),
-        group_id=str(index),
-        prompt_token_ids=np.asarray(prompt, np.int64),
-        token_ids=np.asarray(token_ids, np.int64),
-        loss_mask=np.ones(len(token_ids), bool),
-        rollout_log_probs=np.asarray(scores, np.float32),
-        policy_version=0,
-    )
 
 
 # Engines -------------------------------------------------------------------------------------------------------------
@@ -271,7 +257,10 @@ def measure(
     if trains:
         say(f"{spec.part}: the trainer's log-probs")
         turns += sampled  # greedy tokens alone are all likely, and hide errors in the tails
-        samples = [to_sample(i, t.prompt_token_ids, t.token_ids, t.rollout_log_probs) for i, t in enumerate(turns)]
+        samples = [
+            token_sample(f"{i}", f"{i}", t.prompt_token_ids, t.token_ids, t.rollout_log_probs)
+            for i, t in enumerate(turns)
+        ]
         trained = sample_log_probs(loaded.model, samples, 1.0, TOKEN_BUDGET)
         report.max_log_prob_gap, report.mean_log_prob_gap, report.num_tokens = gaps(
             [turn.rollout_log_probs for turn in turns], [list(row) for row in trained]

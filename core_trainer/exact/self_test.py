@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from core_trainer.batching import TrainSample, micro_batches, pack
+from core_trainer.batching import TrainSample, micro_batches, pack, token_sample
 from core_trainer.exact import level
 from core_trainer.exact.paged import ENGINES
 from core_trainer.forward import sample_log_probs, scores
@@ -135,15 +135,8 @@ async def _generate(engine: NativeEngine, requests: Sequence[GenerateRequest]) -
 
 
 def _sample(turn: Turn) -> TrainSample:
-    return TrainSample(
-        rollout_id=turn.request_id,
-        group_id=turn.request_id.rpartition("-")[0],
-        prompt_token_ids=np.asarray(turn.prompt_token_ids, dtype=np.int64),
-        token_ids=np.asarray(turn.token_ids, dtype=np.int64),
-        loss_mask=np.ones(len(turn.token_ids), dtype=bool),
-        rollout_log_probs=np.asarray(turn.rollout_log_probs, dtype=np.float32),
-        policy_version=turn.policy_version,
-    )
+    group_id = turn.request_id.rpartition("-")[0]
+    return token_sample(turn.request_id, group_id, turn.prompt_token_ids, turn.token_ids, turn.rollout_log_probs)
 
 
 def _with_gradients(model: PreTrainedModel, samples: Sequence[TrainSample], temperature: float) -> list[np.ndarray]:

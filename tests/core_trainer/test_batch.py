@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from core_trainer.batch import attach, balanced_groups, mini_batches, split_groups, to_samples
+from core_trainer.batching import token_sample
 from core_trainer.metrics import TokenStats, emit, rollout_metrics, token_stats
 from core_trainer.types import Prompt, Rollout, Turn
 from rlinsight import names, telemetry
@@ -26,6 +27,15 @@ def make_rollouts(groups: int = 6, size: int = 3, seed: int = 0) -> list[Rollout
             turn = Turn(f"t{g}{j}", prompt.token_ids, [1] * length, [-1.0] * length, "x", "stop", 3, 0, 0, 1)
             rollouts.append(Rollout(f"g{g}-r{j}", f"g{g}", j, prompt, [turn], {}, reward=float(rng.integers(0, 2))))
     return rollouts
+
+
+def test_a_sample_of_tokens_alone() -> None:
+    """Ids, log-probs and a mask over every token."""
+    sample = token_sample("r", "g", [1, 2], [4, 5, 6], [-1.0, -2.0, -3.0])
+    assert (sample.rollout_id, sample.group_id) == ("r", "g")
+    assert (sample.prompt_token_ids.tolist(), sample.token_ids.tolist()) == ([1, 2], [4, 5, 6])
+    assert sample.loss_mask.tolist() == [True] * 3
+    np.testing.assert_array_equal(sample.rollout_log_probs, np.float32([-1, -2, -3]))
 
 
 @pytest.mark.parametrize(("ranks", "parts"), [(1, 1), (2, 1), (3, 2), (2, 3), (1, 6)])

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM
@@ -323,11 +322,3 @@ def test_prompts_keep_to_the_context(tiny_model: Path) -> None:
     assert all(a == b[-32:] for a, b in zip(cut, whole, strict=True))
     with pytest.raises(Exception, match="--new-tokens 16 leaves no room"):
         check_model.make_prompts(tokenizer, 8, 16, 16)
-
-
-def test_the_trainers_samples_are_the_answers() -> None:
-    """Ids, log-probs and a mask over every token."""
-    sample = check_model.to_sample(3, [1, 2], [4, 5, 6], [-1.0, -2.0, -3.0])
-    assert (sample.group_id, sample.prompt_token_ids.tolist(), sample.token_ids.tolist()) == ("3", [1, 2], [4, 5, 6])
-    assert sample.loss_mask.all()
-    np.testing.assert_array_equal(sample.rollout_log_probs, np.float32([-1, -2, -3]))
