@@ -12,7 +12,6 @@ import json
 import os
 import sys
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -28,7 +27,7 @@ from core_trainer.checks import Answer, Latency, Report, Spec, Timing, compare, 
 from core_trainer.forward import log_probs, sample_log_probs
 from core_trainer.rollout.build import build_engine
 from core_trainer.rollout.engine import GenerateRequest, RolloutEngine
-from core_trainer.rollout.sample import sample_seed
+from core_trainer.rollout.sample import reason, sample_seed
 from core_trainer.types import SamplingParams, Turn
 from core_trainer.workers.base import use_threads
 from rlinsight.config import DataSection, ModelSection, RolloutSection
@@ -140,7 +139,7 @@ def check_training(spec: Spec, directory: Path, say: Say) -> tuple[Report, list[
         judge(report)
         if report.status == "ok" and (broken := broken_gradient(loaded.model, samples)):
             report.status, report.reason = "failed", broken
-    except Exception as error:
+    except Exception as error:  # any library's, of any model: the check is there to tell it
         explain(report, error)
     return report, answers
 
@@ -210,7 +209,7 @@ def check_engine(spec: Spec, directory: Path, say: Say) -> Report:
         finally:
             engine.close()
         judge(report)
-    except Exception as error:
+    except Exception as error:  # likewise, and the engine's own
         explain(report, error, started)
     return report
 
@@ -316,11 +315,8 @@ async def _ladder(engine: RolloutEngine, prompts: list[list[int]], new_tokens: i
 
 def explain(report: Report, error: Exception, started: bool = False) -> None:
     """Refused by us, by name, before it ``started``; else failed, as whatever library it was says."""
-    if isinstance(error, RlinsightError):
-        report.status, report.reason = "failed" if started else "refused", str(error)
-    else:
-        report.status, report.reason = "failed", f"{type(error).__name__}: {models.one_line(error)}"
-        traceback.print_exception(error)
+    refused = isinstance(error, RlinsightError) and not started
+    report.status, report.reason = "refused" if refused else "failed", reason(error)
 
 
 def main() -> None:

@@ -154,7 +154,7 @@ class Sampler:
             if self.section.on_error == "fail":
                 raise EngineError(
                     f"request {request.request_id} to rollout engine {self.engine.name} failed for good: "
-                    f"{_reason(error)}; set rollout.on_error: drop to go on without such rollouts"
+                    f"{reason(error)}; set rollout.on_error: drop to go on without such rollouts"
                 ) from error
         return rollout
 
@@ -329,7 +329,7 @@ def _identity(rollout: Rollout, group: Group) -> dict[str, AttributeValue]:
     }
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """An engine's error in one line; with its place in the code if it is none of ours."""
     if isinstance(error, RlinsightError):
         return str(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -277,6 +278,21 @@ def test_a_gradient_that_is_not_finite_fails_training(tiny_model: Path, monkeypa
     assert report.status == "failed"
     assert "gradient of model.layers.1.mlp.up_proj.weight is not finite" in str(report.reason)
     assert answers is not None
+
+
+def test_a_library_that_fails_is_named_with_its_place(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Type, text and where in the code, in one line: nobody sees what the part's process prints."""
+
+    def breaks(_model: Any) -> None:
+        raise ValueError("no such\nlayer")
+
+    monkeypatch.setattr(attention, "enable", breaks)
+    for report in (
+        check_training(SPEC, tiny_model, quiet)[0],
+        check_engine(spec_for("native", None), tiny_model, quiet),
+    ):
+        assert report.status == "failed"
+        assert re.fullmatch(r"ValueError: no such layer \(test_check_model\.py:\d+\)", str(report.reason))
 
 
 @pytest.fixture(scope="module")
