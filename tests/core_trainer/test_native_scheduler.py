@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -174,6 +175,28 @@ def test_a_group_computes_its_prompt_once() -> None:
     ]
     assert [sequence.num_cached_tokens for sequence in group] == [0, 100, 100, 100]
     assert (toy.scheduler.prefix_queries, toy.scheduler.prefix_hits) == (400, 300)
+
+
+@pytest.mark.parametrize("then", ["no room", "nobody waits", "a failure"])
+def test_deferred_are_those_of_the_last_pass(then: str) -> None:
+    """Who waited for another's prefix waits for room in the next pass, or is gone: nobody stays counted."""
+    toy = Toy(Scheduler(make_cache(20), 2, 1000))
+    group = [make_sequence(str(j), [1] * 100, 3) for j in range(4)]
+    for sequence in group:
+        toy.scheduler.add(sequence)
+    if then == "no room":
+        toy.scheduler.add(make_sequence("other", [2] * 100, 3))
+    toy.step()
+    assert toy.scheduler.num_deferred == 3
+    if then == "nobody waits":
+        for sequence in group[1:]:
+            toy.scheduler.remove(sequence)
+    if then == "a failure":
+        toy.scheduler.clear()
+    else:
+        toy.step()
+    assert toy.scheduler.num_deferred == 0
+    assert len(toy.scheduler.waiting) == (3 if then == "no room" else 0)
 
 
 def test_a_next_turn_finds_the_last_one() -> None:

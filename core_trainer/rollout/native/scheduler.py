@@ -87,10 +87,12 @@ class Scheduler:
         """Forget every sequence and what was computed, in whatever state a failure left them."""
         self.waiting.clear()
         self.running.clear()
+        self.num_deferred = 0
         self.cache.reset()
 
     def _admit(self) -> None:
         """Move waiting sequences to the running ones while there is room."""
+        self.num_deferred = 0
         if not self.waiting or len(self.running) >= self.max_batch_size:
             return
         computing = {key for s in self.running for key in self._to_publish(s)}
