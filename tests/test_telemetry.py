@@ -501,10 +501,12 @@ def test_a_hung_disk_costs_bounded_memory_and_no_time(tmp_path: Path) -> None:
     with segments._changed:  # every commit waits for this lock
         telemetry.event("first", {})
         time.sleep(0.3)
-        began = time.monotonic()
+        took = []
         for _ in range(300):
+            began = time.perf_counter()
             telemetry.event("big", {"blob": blob})
-        assert time.monotonic() - began < 30  # waiting for the lock would take for ever
+            took.append(time.perf_counter() - began)
+        assert sorted(took)[150] < 0.01  # the median: a busy machine delays some
         assert recorder.exporter._bytes <= exporter.QUEUE_BYTES
         assert recorder.exporter.counts.dropped_queue >= 300 - exporter.QUEUE_BYTES // len(blob)
 

@@ -40,7 +40,10 @@ class Workers:
     def call(self, method: str, *args: Any, step: int | None = None) -> list[Any]:
         return self.scatter(method, [], *args) if method == "score" else self.scatter(method, [None], *args)
 
-    def scatter(self, method: str, parts: Sequence[Any], *args: Any, **_: Any) -> list[Any]:
+    def scatter(
+        self, method: str, parts: Sequence[Any], *args: Any, step: int | None = None, timeout_s: float | None = None
+    ) -> list[Any]:
+        assert (timeout_s is not None) == (method == "sample")
         self.calls.append(f"{self.role}.{method}")
         if method == "score":
             return [self.score(*args)]  # type: ignore[attr-defined]

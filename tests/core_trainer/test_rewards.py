@@ -276,11 +276,14 @@ def test_check_finds_prompts_that_cannot_be_scored(user: Callable[..., dict[str,
 
 
 def test_numeric_alone_needs_no_process_and_is_quick() -> None:
-    """64 numeric scores take a few milliseconds of the processor."""
+    """64 numeric scores take a few milliseconds."""
+    took = []
     with scorer({"type": "numeric"}) as rewards:
-        started = time.thread_time()
-        rewards.score(items(*["The answer is 5"] * 64))
-        assert time.thread_time() - started < 0.05
+        for _ in range(5):
+            started = time.perf_counter()
+            rewards.score(items(*["The answer is 5"] * 64))
+            took.append(time.perf_counter() - started)
+    assert min(took) < 0.05
     assert not psutil.Process().children()
 
 

@@ -34,7 +34,10 @@ class Group:
         torch.set_num_threads(1)
         return [getattr(self.worker, method)(*args)]
 
-    def scatter(self, method: str, parts: Sequence[Any], *args: Any, **_: Any) -> list[Any]:
+    def scatter(
+        self, method: str, parts: Sequence[Any], *args: Any, step: int | None = None, timeout_s: float | None = None
+    ) -> list[Any]:
+        assert (timeout_s is not None) == (method == "sample")
         return self.call(method, parts[0], *args)
 
     def call_rank(self, rank: int, method: str, *args: Any) -> Any:

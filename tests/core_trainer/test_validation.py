@@ -268,7 +268,10 @@ class Here:
     def split(self, items: list[Any]) -> list[list[Any]]:
         return [items]
 
-    def scatter(self, method: str, parts: list[Any], *args: Any, **_: Any) -> list[Any]:
+    def scatter(
+        self, method: str, parts: list[Any], *args: Any, step: int | None = None, timeout_s: float | None = None
+    ) -> list[Any]:
+        assert (timeout_s is not None) == (method == "sample")
         return [getattr(self.worker, method)(parts[0], *args)]
 
     def call(self, method: str, *args: Any, step: int | None = None) -> list[Any]:
