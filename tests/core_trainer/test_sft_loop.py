@@ -131,6 +131,14 @@ def test_the_best_validation_is_kept(tmp_path: Path, tiny_model: Path) -> None:
     assert {path.name for path in checkpoint.checkpoints(folder)} == {best.name, "step-000006"}
 
 
+def test_validation_is_every_so_many_steps(tmp_path: Path, tiny_model: Path) -> None:
+    """Before training, at each multiple, and after the last step, which is none."""
+    watcher = Watcher()
+    train(tmp_path, tiny_model, watcher, total_steps=5, validate_every=2)
+    said = [text for text in watcher.stages if text.startswith("validation loss")]
+    assert [int(text.split()[-1]) for text in said] == [0, 2, 4, 5]
+
+
 def test_initial_weights_that_stay_the_best_are_kept(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
