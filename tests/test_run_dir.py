@@ -27,10 +27,11 @@ def settings(tmp_path: Path, **sections: dict) -> config.Config:
     return config.parse(tree)
 
 
-def stopped_run(tmp_path: Path, step: int | None = 4) -> run_dir.RunDir:
+def stopped_run(tmp_path: Path, step: int | None = 4, **sections: dict) -> run_dir.RunDir:
     """A run whose process is gone, with a checkpoint at ``step``."""
-    run = run_dir.create(settings(tmp_path))
-    run.begin_attempt(settings(tmp_path))
+    made = settings(tmp_path, **sections)
+    run = run_dir.create(made)
+    run.begin_attempt(made)
     file = run.path / "attempt.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"started_ns": 1}))
     if step is not None:
@@ -125,10 +126,11 @@ def test_a_config_that_trains_something_else_is_refused(tmp_path: Path, change: 
 
 
 def test_settings_that_do_not_change_what_is_learned_may_differ(tmp_path: Path) -> None:
-    """A resumed run may train longer, checkpoint more often, use less memory, and record less."""
-    stopped_run(tmp_path)
-    trainer = {"total_steps": 99, "checkpoint_every": 5, "micro_batch_tokens": 64}
-    assert run_dir.find(settings(tmp_path, trainer=trainer, telemetry={"text": "off"}), None)
+    """A resumed run may train longer, checkpoint more often, keep the best one, use less memory, and record less."""
+    validated = {"validation": {"datasets": [{"source": "held_out.jsonl"}]}}
+    stopped_run(tmp_path, **validated)
+    trainer = {"total_steps": 99, "checkpoint_every": 5, "keep_best": True, "micro_batch_tokens": 64}
+    assert run_dir.find(settings(tmp_path, trainer=trainer, telemetry={"text": "off"}, **validated), None)
 
 
 def test_spools_of_dead_runs_into_the_same_store_are_found(tmp_path: Path) -> None:
