@@ -57,11 +57,14 @@ def _content(path: Path) -> dict[str, list[tuple[Any, ...]]]:
 def _damage(path: Path) -> None:
     with duckdb.connect(str(path)) as con:
         for table in DOMAIN:
-            key = con.execute(f"DESCRIBE {table}").fetchall()[0][0]  # run_id, but where a row belongs to no run
+            columns = [row[0] for row in con.execute(f"DESCRIBE {table}").fetchall()]
+            key = columns[0]  # run_id, but where a row belongs to no run
             if table not in TOKENS:
                 con.execute(f"DELETE FROM {table} WHERE rowid % 2 = 0")
                 con.execute(f"INSERT INTO {table} ({key}) VALUES ('made up')")
             con.execute(f"UPDATE {table} SET {key} = {key} || '?'")
+            if "attempt" in columns:
+                con.execute(f"UPDATE {table} SET attempt = 99")
 
 
 def test_rebuilt_tables_are_what_they_were(store):
