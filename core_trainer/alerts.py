@@ -16,7 +16,7 @@ from core_trainer.types import Rollout
 from rlinsight import names, telemetry
 from rlinsight.schema import quoted
 
-MISMATCH_KL = 0.01  # nats a token between engine and trainer; bfloat16 kernels that differ make about a tenth of it
+MISMATCH_KL = 0.01  # nats a token between engine and trainer: more than rounding, so one of them is wrong
 
 
 @dataclass(frozen=True, slots=True)

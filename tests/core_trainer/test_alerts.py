@@ -111,7 +111,7 @@ def test_equal_rewards_are_no_alert_where_groups_are_not_compared(raised: list[A
 
 def test_every_evidence_is_a_query_that_runs(raised: list[Alert], tmp_path: Path) -> None:
     """Over a store with a run that has each of these faults, it shows them; a run id is quoted."""
-    faults = ("wrong_checksum", "request_error", "mismatch", "zero_variance", "always_off")
+    faults = ("wrong_checksum", "stale_rollouts", "request_error", "mismatch", "zero_variance", "always_off")
     run = Run("it's", steps=8, replicas=2, serving=True, faults=faults, fault_step=7)
     fill(tmp_path / "s.duckdb", run)
     found = Alerts(run.run_id, print, replicas=["a", "b"])
@@ -122,6 +122,8 @@ def test_every_evidence_is_a_query_that_runs(raised: list[Alert], tmp_path: Path
     store = Store(tmp_path / "s.duckdb")
     for alert in raised:
         assert store.rows(alert.evidence), alert
+    (stale,) = [alert for alert in raised if alert.rule == "stale_rollouts"]
+    assert ("served_old",) in store.rows(f"SELECT problem FROM ({stale.evidence})")
 
 
 def test_an_alert_is_a_row(tmp_path: Path) -> None:
@@ -133,4 +135,4 @@ def test_an_alert_is_a_row(tmp_path: Path) -> None:
     )
     assert (run, rule, severity) == ("r", "stale_rollouts", "critical")
     assert "policy_version 1" in message
-    assert store.rows(evidence) == []
+    assert evidence == "FROM sync_health('r') WHERE problem IS NOT NULL"
