@@ -35,7 +35,7 @@ def test_native_is_what_a_config_gets(tiny_model: Path) -> None:
     engine = build_engine(parsed.rollout, parsed.data, model, models.load_tokenizer(tiny_model), tiny_model)
     assert isinstance(engine, NativeEngine)
     assert engine.model is model
-    assert engine.max_batch_size == 9
+    assert engine.scheduler.max_batch_size == 9
 
 
 @pytest.mark.parametrize(

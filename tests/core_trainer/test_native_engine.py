@@ -389,6 +389,36 @@ def test_every_request_and_the_engine_s_state_are_recorded(tiny_model: Path, rec
     }
 
 
+def test_who_goes_away_records_it(tiny_model: Path, recorded: Recorded) -> None:
+    """Neither a stream that is left early or cancelled nor a cancelled caller's request is recorded by the engine; an
+    aborted one, whose caller gets an answer, is.
+    """
+    engine = make_engine(tiny_model)
+    request = GenerateRequest("left", prompts(1)[0], SamplingParams(300))
+
+    async def follow(name: str) -> None:
+        async for _ in engine.stream(replace(request, request_id=name)):
+            pass
+
+    async def run() -> None:
+        async with contextlib.aclosing(engine.stream(request)) as stream:
+            async for _ in stream:
+                break
+        tasks = [asyncio.create_task(follow("stream")), asyncio.create_task(follow("aborted"))]
+        tasks.append(asyncio.create_task(engine.generate(replace(request, request_id="generate"))))
+        for _ in range(9):
+            await asyncio.sleep(0)
+        engine.abort("aborted")
+        for i in (0, 2):
+            tasks[i].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert not engine.scheduler.running
+        assert not tasks[1].cancelled()
+
+    asyncio.run(run())
+    assert [span[names.REQUEST_ID] for name, span in recorded if name == names.ENGINE_REQUEST] == ["aborted"]
+
+
 def test_weights_may_change_in_flight(tiny_model: Path) -> None:
     """Running requests go on and say which weights sampled each token; a later equal prompt is computed anew."""
     engine = make_engine(tiny_model)

@@ -57,7 +57,6 @@ class NativeEngine:
         section = section or NativeSection()
         self.model, self.tokenizer, self.replica = model, tokenizer, replica
         self.stop_token_ids = frozenset(stop_token_ids)
-        self.max_batch_size = max_batch_size
         self.max_length = getattr(model.config, "max_position_embeddings", None)
         self.policy_version = 0
         head = model.get_output_embeddings()
@@ -135,9 +134,9 @@ class NativeEngine:
         self._awake = False
 
     def _abandon(self, sequence: Sequence) -> None:
-        """Stop what nobody waits for any more; nothing when it was answered."""
+        """Stop what nobody waits for any more; nothing when it was answered. Who went away records it."""
         if self._live.get(sequence.request.request_id) is sequence:
-            self._finish(sequence, "abort")
+            self._remove(sequence)
 
     def _submit(self, request: GenerateRequest, chunks: asyncio.Queue[Chunk] | None) -> Sequence:
         """Queue a request. Raises EngineError naming it when it cannot be served, RequestRefused if it is at fault."""
@@ -276,8 +275,9 @@ class NativeEngine:
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """Answer a request, unless its caller went away."""
-        turn = self._leave(sequence, reason)
+        self._remove(sequence)
         if not sequence.future.done():
+            turn = self._turn(sequence, reason)
             serving.record_request(sequence.request, turn, sequence.served(), self.name)
             sequence.future.set_result(turn)
 
@@ -294,7 +294,7 @@ class NativeEngine:
     def _fail_damaged(self, sequence: Sequence) -> None:
         """Fail a request whose logits are not finite, and let nobody have what it computed."""
         self.cache.clean(sequence.blocks)
-        self._leave(sequence, "error")
+        self._remove(sequence)
         dtype = str(self.model.dtype).removeprefix("torch.")
         self._tell(
             sequence,
@@ -305,10 +305,13 @@ class NativeEngine:
             ),
         )
 
-    def _leave(self, sequence: Sequence, reason: FinishReason) -> Turn:
-        """Take a sequence out of the engine; returns what it has."""
+    def _remove(self, sequence: Sequence) -> None:
+        """Take a sequence out of the engine."""
         del self._live[sequence.request.request_id]
         self.scheduler.remove(sequence)
+
+    def _turn(self, sequence: Sequence, reason: FinishReason) -> Turn:
+        """What a sequence has."""
         versions = sequence.versions
         return Turn(
             request_id=sequence.request.request_id,

@@ -12,7 +12,7 @@ from torch import Tensor
 from core_trainer.rollout.engine import Chunk, GenerateRequest
 from core_trainer.rollout.native.kv_cache import BLOCK, Block, digest
 from core_trainer.rollout.serving import Served
-from core_trainer.types import FinishReason, Turn
+from core_trainer.types import Turn
 
 
 @dataclass(slots=True, eq=False)
@@ -35,7 +35,6 @@ class Sequence:
     log_probs: list[float] = field(default_factory=list)
     top_log_probs: list[list[tuple[int, float]]] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)  # policy_version each token was sampled with
-    finish_reason: FinishReason | None = None
     num_preemptions: int = 0
     arrived: float = field(default_factory=time.perf_counter)
     scheduled: float | None = None
