@@ -70,4 +70,4 @@ class TiledEngine(NativeEngine):
     prefill_layout = decode_layout = TiledPaged
 
 
-ENGINES: dict[Level | None, type[NativeEngine]] = {None: NativeEngine, "mkl": StrictEngine, "tile": TiledEngine}
+ENGINES: dict[Level, type[NativeEngine]] = {"mkl": StrictEngine, "tile": TiledEngine}

@@ -2,7 +2,8 @@
 
 Random prompts of lengths around the attention's blocks are answered by the engine, which prefills, decodes ever
 smaller batches and ends with one sequence. The trainer then scores the same tokens with gradients, in packed
-micro-batches, and some of them without, one sample at a time. All must agree in every bit.
+micro-batches, and those of one sample a prompt, the long one too, without, one sample at a time. All must agree in
+every bit.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ TOKEN_BUDGET = 1024  # of a micro-batch, so that there are some, of different sh
 class Result:
     """What was compared."""
 
-    num_tokens: int
-    num_mismatched: int
+    num_tokens: int  # sampled
+    num_mismatched: int  # of those, scored otherwise: packed, alone or both
     gap_max: float  # largest difference of a log-prob
     first: str | None  # where the first difference is; None when there is none
 
@@ -90,14 +91,15 @@ def compare(
     turns = asyncio.run(_generate(engine, requests))
     samples = [_sample(turn) for turn in turns]
     packed = _with_gradients(model, samples, temperature)
-    alone = [sample_log_probs(model, [sample], temperature, TOKEN_BUDGET)[0] for sample in samples[:-1:2]]
+    alone = [sample_log_probs(model, [sample], temperature, TOKEN_BUDGET)[0] for sample in samples[::2]]
     found = [(sample, scored, "in a packed update") for sample, scored in zip(samples, packed, strict=True)]
-    found += [(sample, scored, "alone") for sample, scored in zip(samples[:-1:2], alone, strict=True)]
-    first, compared, mismatched, gap = None, 0, 0, 0.0
+    found += [(sample, scored, "alone") for sample, scored in zip(samples[::2], alone, strict=True)]
+    wrong = {sample.rollout_id: np.zeros(sample.num_tokens, dtype=bool) for sample in samples}
+    first, gap = None, 0.0
     for sample, scored, how in found:
         sampled = sample.rollout_log_probs
         differs = sampled.view(np.int32) != scored.view(np.int32)
-        compared, mismatched = compared + sample.num_tokens, mismatched + int(differs.sum())
+        wrong[sample.rollout_id] |= differs
         gap = max(gap, float(np.abs(sampled - scored).max()))
         if first is None and differs.any():
             at, prompt = int(differs.argmax()), len(sample.prompt_token_ids)
@@ -105,7 +107,12 @@ def compare(
                 f"the first at position {prompt + at} of a sequence with a prompt of {prompt}: sampled with "
                 f"{sampled[at]:.9g}, scored {how} with {scored[at]:.9g}"
             )
-    return Result(compared, mismatched, gap, first)
+    return Result(
+        num_tokens=sum(sample.num_tokens for sample in samples),
+        num_mismatched=sum(int(tokens.sum()) for tokens in wrong.values()),
+        gap_max=gap,
+        first=first,
+    )
 
 
 def make_requests(

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from core_trainer import attention, models
-from core_trainer.exact import level
+from core_trainer.batching import TrainSample
+from core_trainer.exact import level, self_test
 from core_trainer.exact.linear import StrictLinear, TiledLinear
 from core_trainer.exact.paged import TiledEngine
 from core_trainer.exact.self_test import LONGEST, compare, exact_engine, make_requests
@@ -138,14 +139,35 @@ def test_level_tile_agrees_in_every_bit(tiny_model: Path, dtype: torch.dtype) ->
     model = load(tiny_model, dtype)
     level.enable(model, "tile")
     result = compare(model, builder(model, tiny_model)(TiledEngine), (2,), 0.7, 300)
-    assert result.num_tokens > 500
+    assert result.num_tokens == 369  # each once: 241, their halves, and 8 of the long one
     assert (result.num_mismatched, result.gap_max, result.first) == (0, 0.0, None)
+
+
+def test_what_the_trainer_scores_alone_is_compared_too(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sequence of each prompt, the long one too; a bit of that one is enough, and counts once."""
+    real, asked = self_test.sample_log_probs, []
+
+    def scored(model: Any, samples: Sequence[TrainSample], *options: Any) -> list[np.ndarray]:
+        (sample,), (row,) = samples, real(model, samples, *options)
+        asked.append(len(sample.prompt_token_ids))
+        if asked[-1] == 292:
+            row[3] = np.nextafter(row[3], np.float32(0))
+        return [row]
+
+    monkeypatch.setattr(self_test, "sample_log_probs", scored)
+    model = load(tiny_model)
+    level.enable(model, "tile")
+    result = compare(model, builder(model, tiny_model)(TiledEngine), (2,), 0.7, 300)
+    assert asked == [*(prompt for prompt, _ in self_test.LENGTHS), 292]
+    assert (result.num_tokens, result.num_mismatched) == (369, 1)
+    assert "at position 295 of a sequence with a prompt of 292" in str(result.first)
+    assert "scored alone with" in str(result.first)
 
 
 def test_one_bit_is_enough_to_be_refused(tiny_model: Path) -> None:
     """The error names the position of the first difference and both numbers."""
     model = load(tiny_model)
-    wrong = r"level tile: 2 of \d+ differ, the first at position 70 of a sequence with a prompt of 1: sampled with -\d"
+    wrong = r"level tile: 1 of \d+ differ, the first at position 70 of a sequence with a prompt of 1: sampled with -\d"
     with pytest.raises(EngineError, match=wrong):
         exact_engine(("tile",), model, builder(model, tiny_model, ["tile"]), (2,), 1.0, 80)
 
