@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from core_trainer import logprobs
-from core_trainer.logprobs import TokenScores, token_scores
+from core_trainer.logprobs import TokenScores, softmax_parts, token_scores
 
 
 class Case(NamedTuple):
@@ -111,6 +111,19 @@ def test_a_word_that_cannot_be_adds_nothing_to_entropy_or_gradient(case: Case) -
     torch.testing.assert_close(hidden.grad, few.grad, atol=1e-4, rtol=1e-4)
     assert weight.grad is not None
     torch.testing.assert_close(weight.grad[:20, 1:], few_weight.grad[:, 1:], atol=1e-4, rtol=1e-4)  # type: ignore[index]
+
+
+def test_a_lone_row_is_summed_as_among_others() -> None:
+    """To the last bit, also when two threads would share its sum."""
+    logits = torch.randn((5, 49152), generator=torch.Generator().manual_seed(1))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        together = softmax_parts(logits, 1.0)[2]
+        alone = torch.cat([softmax_parts(logits[i : i + 1], 1.0)[2] for i in range(5)])
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(alone, together)
 
 
 def test_nothing_is_computed_that_is_not_asked_for(case: Case) -> None:

@@ -72,6 +72,7 @@ def test_decoding_equals_plain_attention(kv_heads: int, heads: int, dtype: torch
     sequences += [fifth, make_sequence(cache, 70, fifth, 1)]
     query, key, value = (torch.randn(h, len(sequences), DIM).to(dtype) for h in (heads, kv_heads, kv_heads))
     layout = PagedDecode(cache, [(s, len(s.tokens) - 1, len(s.tokens)) for s in sequences])
+    assert layout._reach == 12  # as many blocks as have one reader: they were moved together
     out = layout.attend(0, query, key, value, 0.3)
     assert out.shape == (len(sequences), heads, DIM)
     assert out.dtype == dtype
