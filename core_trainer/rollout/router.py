@@ -79,7 +79,7 @@ class Router:
     def sync_weights(self, policy_version: int) -> list[WeightSync]:
         """All at once. A replica that does not take them is not used until it does; EngineError when none did.
 
-        Those that have failed to before, or hang, are left to ``_restore``.
+        Those that have failed to before, or hang, are left to ``_restore``: each would cost every sync its silence.
         """
         self.policy_version = policy_version
         self._sessions.clear()  # what the old weights computed is of no use
@@ -92,6 +92,8 @@ class Router:
         for replica, result in zip(asked, results, strict=True):
             if isinstance(result, EngineError):
                 self._failed(replica, result)
+                replica.push = Future()  # it took none: only _restore brings it back
+                replica.push.set_result(result)
                 failed.append((replica, result))
             else:
                 self._works(replica)
@@ -246,7 +248,8 @@ class Router:
                 if isinstance(result, EngineError):
                     span.set({names.ERROR_TYPE: type(result).__name__})
                     raise result
-                span.set({names.BYTES: sum(entry.moved for entry in result)})
+                (synced,) = result
+                span.set({names.BYTES: synced.moved, names.CHECKSUM_SERVED: synced.checksum_served})
             self._works(replica)
         except Exception as error:  # whatever it is, the replica stays out, and whoever waits for it goes on
             replica.out_until = None

@@ -53,7 +53,7 @@ class ScriptedEngine:
             raise EngineError(f"{self.replica} takes none")
         self.policy_version = policy_version
         self.synced.append(policy_version)
-        return [WeightSync(self.replica, 10, 0)]
+        return [WeightSync(self.replica, 10, 0, checksum_served=f"{policy_version:016x}")]
 
     async def generate(self, request: GenerateRequest) -> Turn:
         self.asked.append(request.request_id)
@@ -418,26 +418,29 @@ def test_a_replica_that_hangs_stalls_neither_sampling_nor_syncs() -> None:
     assert {turn.replica for turn in asyncio.run(all_of(router, 4))} == {"e0", "e1"}
 
 
-def test_a_sync_leaves_a_replica_out_that_took_no_weights_since_it_failed() -> None:
+@pytest.mark.parametrize("tried_since", [False, True])
+def test_a_sync_leaves_a_replica_out_that_took_no_weights_since_it_failed(tried_since: bool) -> None:
     """Trying it again at each sync would cost as long as it is silent; it is brought back while others sample."""
     clock = Clock()
     router, (a, _) = make(2, clock)
     a.refuses_weights = True
     router.sync_weights(1)
-    clock.now += 2
-
-    async def restore() -> None:
-        await router.generate(ask())
-        while router.replicas[0].restoring is not None:
-            await asyncio.sleep(0.01)
-
-    asyncio.run(restore())
+    if tried_since:
+        clock.now += 2
+        asyncio.run(restore(router))
     a.refuses_weights = False
     assert [entry.replica for entry in router.sync_weights(2)] == ["e1"]
     clock.now += 10
-    asyncio.run(restore())
+    asyncio.run(restore(router))
     assert router.replicas[0].out_until is None
     assert a.synced == [0, 2]
+
+
+async def restore(router: Router) -> None:
+    """A request, until those it had brought back have taken the weights or not."""
+    await router.generate(ask())
+    while any(replica.restoring is not None for replica in router.replicas):
+        await asyncio.sleep(0.01)
 
 
 def test_sleep_and_wake_pass_a_dead_replica_by() -> None:
@@ -472,13 +475,16 @@ def test_an_answer_to_an_old_request_does_not_make_up_for_a_failure_since() -> N
 
 def test_a_replica_without_the_new_weights_gets_no_request() -> None:
     """The others go on; when none took them the sync fails."""
-    router, (a, b, c) = make(3)
+    clock = Clock()
+    router, (a, b, c) = make(3, clock)
     b.refuses_weights = True
     assert [entry.replica for entry in router.sync_weights(1)] == ["e0", "e2"]
     turns = asyncio.run(all_of(router, 12))
     assert {turn.replica for turn in turns} == {"e0", "e2"}
     assert {turn.policy_version for turn in turns} == {1}
     b.refuses_weights = False
+    clock.now += 2
+    asyncio.run(restore(router))
     assert len(router.sync_weights(2)) == 3
     assert {turn.replica for turn in asyncio.run(all_of(router, 12))} == {"e0", "e1", "e2"}
     a.refuses_weights = b.refuses_weights = c.refuses_weights = True
@@ -498,12 +504,7 @@ def test_the_trace_shows_who_did_not_take_the_weights(tmp_path: Path) -> None:
             for refuses in (True, False):
                 clock.now += 10
                 b.refuses_weights = refuses
-
-                async def restore() -> None:
-                    await router.generate(ask())
-                    await asyncio.sleep(0.1)
-
-                asyncio.run(restore())
+                asyncio.run(restore(router))
         finally:
             assert telemetry.shutdown(10)
     found = [(span.status.code, attributes(span.attributes)) for span in collector.spans()]
@@ -512,7 +513,7 @@ def test_the_trace_shows_who_did_not_take_the_weights(tmp_path: Path) -> None:
     ]
     failed = (2, "e1", 1, "EngineError")
     assert told == [failed, failed, (0, "e1", 1, None)]
-    assert found[2][1][names.BYTES] == 10
+    assert (found[2][1][names.BYTES], found[2][1][names.CHECKSUM_SERVED]) == (10, "0000000000000001")
 
 
 def test_a_request_avoids_the_replicas_that_failed_on_it() -> None:

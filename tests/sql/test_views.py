@@ -163,6 +163,18 @@ def test_a_replica_that_joins_later_owes_no_earlier_version():
     assert found.fetchall() == [(3, "b", "missing")]
 
 
+def test_a_replica_that_is_given_a_version_again_is_compared_with_what_was_trained():
+    """Only the sync of all tells that checksum. Replica a has it, b does not, and c cannot tell."""
+    trained = KEY | {"policy_version": 1, "end_ns": 1, "checksum_trained": "x", "checksum_served": "x"}
+    again = KEY | {"policy_version": 1, "end_ns": 2}
+    for replica, served in (("a", "x"), ("b", "y"), ("c", None)):
+        of = {"replica": replica}
+        _insert("weight_syncs", trained | of | {"span_id": f"1{replica}"})
+        _insert("weight_syncs", again | of | {"span_id": f"2{replica}", "checksum_served": served})
+    found = CON.execute("SELECT replica, same_checksum, problem FROM sync_health('r') ORDER BY replica").fetchall()
+    assert found == [("a", True, None), ("b", False, "checksum"), ("c", None, None)]
+
+
 def test_a_rank_counts_from_the_start_of_its_call():
     """Rank 1 has begun the call and not ended it, so it is there. Rank 2, there in step 1, has not begun in step 2."""
     call = {"method": "update", "lane": "policy/0", "start_ns": 5}

@@ -4,7 +4,8 @@
 -- Example: FROM sync_health('my-run') WHERE problem IS NOT NULL;
 CREATE OR REPLACE MACRO sync_health(run) AS TABLE
 WITH syncs AS (
-  SELECT w.* FROM weight_syncs w LEFT JOIN lineage l ON l.run_id = w.run_id AND l.attempt = w.attempt
+  SELECT w.* REPLACE (max(w.checksum_trained) OVER (PARTITION BY w.attempt, w.policy_version) AS checksum_trained)
+  FROM weight_syncs w LEFT JOIN lineage l ON l.run_id = w.run_id AND l.attempt = w.attempt
   WHERE w.run_id = run AND (l.valid_through_step IS NULL OR w.step <= l.valid_through_step)
   QUALIFY row_number() OVER (PARTITION BY w.attempt, w.replica, w.policy_version ORDER BY w.end_ns DESC) = 1
 ), due AS (
