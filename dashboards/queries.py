@@ -124,11 +124,18 @@ def health(read: Read, run_id: str) -> Frame:
 
 
 def raised_alerts(read: Read, run_id: str) -> Frame:
-    """The latest alerts of the run's own that no rule over curves repeats, one of each rule; newest first."""
+    """The latest alerts of the run's own that no rule over curves repeats, each message once; newest first.
+
+    A rule that speaks often leaves room for the latest of each other.
+    """
     return read(
-        """SELECT step, severity, message FROM alerts
-           WHERE run_id = $run AND rule NOT IN ('mismatch', 'no_signal')
-           QUALIFY row_number() OVER (PARTITION BY rule ORDER BY time_ns DESC) = 1 ORDER BY time_ns DESC LIMIT 5""",
+        """WITH said AS (
+             SELECT step, severity, message, rule, time_ns FROM alerts
+             WHERE run_id = $run AND rule NOT IN ('mismatch', 'no_signal')
+             QUALIFY row_number() OVER (PARTITION BY rule, message ORDER BY time_ns DESC) = 1),
+           chosen AS (
+             FROM said ORDER BY row_number() OVER (PARTITION BY rule ORDER BY time_ns DESC), time_ns DESC LIMIT 5)
+           SELECT step, severity, message FROM chosen ORDER BY time_ns DESC""",
         {"run": run_id},
     )
 

@@ -208,6 +208,30 @@ def test_the_catalog_lists_each_column_once_also_of_old_views(tmp_path: Path) ->
     pd.testing.assert_frame_equal(queries.catalog(read_now(path)), now)
 
 
+def test_a_runs_own_alerts_are_told_once_each(tmp_path: Path) -> None:
+    """Two lost replicas are two; what was said again is told once, at its last step; curves tell of a mismatch."""
+    path = tmp_path / "store.duckdb"
+    with Database(path) as database:
+        said = [("mismatch", "apart"), ("lost_replica", "a is lost"), ("lost_replica", "b is lost")]
+        said += [("mismatch", "apart again"), ("lost_replica", "a is lost")]
+        for step, (rule, message) in enumerate(said):
+            row = ["r", 1, step, step, rule, "warning", message, "FROM alerts"]
+            database.con.execute("INSERT INTO alerts VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
+    found = queries.raised_alerts(read_now(path), "r")
+    assert list(zip(found["step"], found["message"], strict=True)) == [(4, "a is lost"), (2, "b is lost")]
+
+
+def test_a_rule_that_speaks_often_hides_no_other(tmp_path: Path) -> None:
+    """Five are told: the latest of each rule, then the newest."""
+    path = tmp_path / "store.duckdb"
+    with Database(path) as database:
+        for step in range(10):
+            rule = "failed_rollouts" if step else "lost_replica"
+            row = ["r", 1, step, step, rule, "warning", f"alert {step}", "FROM alerts"]
+            database.con.execute("INSERT INTO alerts VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
+    assert list(queries.raised_alerts(read_now(path), "r")["step"]) == [9, 8, 7, 6, 0]
+
+
 def test_run_ids_are_quoted_in_examples(store: Path) -> None:
     """A run id with a quote in it cannot end the literal."""
     assert stores.query(examples.EXAMPLES[0].sql_for("x' OR '1'='1"), store=store).num_rows == 0
