@@ -17,6 +17,13 @@ def yield_processors(whole_process: bool = False) -> None:
     if not hasattr(os, "SCHED_IDLE"):
         os.nice(NICENESS)
         return
-    for thread in os.listdir("/proc/self/task") if whole_process else ["0"]:
-        with suppress(ProcessLookupError):  # it has just ended
-            os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
+    if not whole_process:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        return
+    done = set[str]()
+    # A thread whose turn is yet to come may start another that was not in the list.
+    while new := set(os.listdir("/proc/self/task")) - done:
+        for thread in new:
+            with suppress(ProcessLookupError):  # it has just ended
+                os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
+        done |= new
