@@ -88,7 +88,7 @@ class HybridEngine:
                 trained = checksum.of(lora.merged_state(self._model).items())
                 try:
                     syncs = self.engine.sync_weights(policy_version)
-                except Exception as error:
+                except Exception as error:  # whatever it is, the ledger's span says that no weights were taken
                     span.set({names.CHECKSUM_TRAINED: trained, names.ERROR_TYPE: type(error).__name__})
                     raise
                 ledger = [Published(policy_version, trained, sync) for sync in syncs]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import torch
 
 from core_trainer import models
 from core_trainer.rollout.engine import GenerateRequest, RolloutEngine
@@ -114,8 +115,8 @@ class Sampler:
         """Sample every rollout of the groups at once; returns them group by group, sample by sample.
 
         A request that failed is made again, up to ``rollout.retries`` times, unless it was refused. When it failed for
-        good its rollout has an ``error`` with ``rollout.on_error: drop``; otherwise this raises EngineError, after the
-        other requests were aborted and what was sampled is recorded.
+        good its rollout has an ``error`` with ``rollout.on_error: drop``; otherwise, and for a bug always, this raises
+        EngineError, after the other requests were aborted and what was sampled is recorded.
         """
         for group in groups:
             _record_group(group)
@@ -148,13 +149,14 @@ class Sampler:
         start_ns = time.time_ns()
         try:
             rollout.turns.append(await self._turn(request))
-        except Exception as error:
+        except Exception as error:  # whatever it is, the record tells what became of the rollout
             rollout.error = type(error).__name__
             self._record_failure(rollout, group, request, start_ns, error, step)
-            if self.section.on_error == "fail":
+            bug, drop = _is_bug(error), "set rollout.on_error: drop to go on without such rollouts"
+            if self.section.on_error == "fail" or bug:  # what is dropped passes for bad luck
                 raise EngineError(
                     f"request {request.request_id} to rollout engine {self.engine.name} failed for good: "
-                    f"{reason(error)}; set rollout.on_error: drop to go on without such rollouts"
+                    f"{reason(error)}; {'this is a bug, please report it' if bug else drop}"
                 ) from error
         return rollout
 
@@ -165,7 +167,7 @@ class Sampler:
             asked_ns = time.time_ns()
             try:
                 turn = await self._ask(request)
-            except Exception as error:
+            except Exception as error:  # an engine raises whatever its parts raise; the last one is raised again
                 replica = getattr(error, "replica", None) or self.engine.replica
                 self._record_failed_request(request, replica, asked_ns, error)
                 if attempt == self.section.retries or isinstance(error, RequestRefused):
@@ -327,6 +329,11 @@ def _identity(rollout: Rollout, group: Group) -> dict[str, AttributeValue]:
         names.SPLIT: group.split,
         names.INPUT_TOKENS: len(rollout.prompt.token_ids),
     }
+
+
+def _is_bug(error: Exception) -> bool:
+    """Whether neither an engine said what is wrong, nor the network, nor memory that ran out."""
+    return not isinstance(error, (RlinsightError, OSError, MemoryError, torch.OutOfMemoryError))
 
 
 def reason(error: Exception) -> str:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from core_trainer.rollout.engine import GenerateRequest
 from core_trainer.rollout.router import Router
@@ -50,6 +51,7 @@ ONE = "a1-s000001-g0000-r001-t0"
 MADE = GenerateRequest(ONE, (0, 1, 2), PARAMS)
 FAULTS: dict[str, tuple[Answer, str, str]] = {  # what comes back, the class it counts as, what the error says
     "dies": (EngineError("the engine's process has ended"), "EngineError", "the engine's process has ended"),
+    "out of memory": (torch.OutOfMemoryError("1 GiB"), "OutOfMemoryError", r"Error: 1 GiB \(scripted"),
     "out of KV memory": (EngineError("no room for 9 blocks"), "EngineError", "no room for 9 blocks"),
     "unreachable": (ConnectionRefusedError("[Errno 111]"), "ConnectionRefusedError", r"Errno 111\] \(scripted_engine"),
     "a bug": (KeyError("slot"), "KeyError", r"KeyError: 'slot' \(scripted_engine.py:\d+\)"),
@@ -64,7 +66,7 @@ FAULTS: dict[str, tuple[Answer, str, str]] = {  # what comes back, the class it 
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", [name for name in FAULTS if name != "a bug"])
 def test_a_request_that_fails_for_good_costs_its_rollout(fault: str) -> None:
     """With on_error drop the others are whole, in order, and the engine was told to let go of each attempt."""
     answer, kind, _ = FAULTS[fault]
@@ -87,11 +89,20 @@ def test_a_request_that_fails_for_good_costs_its_rollout(fault: str) -> None:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_or_stops_the_run_with_a_reason(fault: str) -> None:
-    """on_error fail raises what the last attempt failed with, and what can be set."""
+    """on_error fail raises what the last attempt failed with, and what can be set or done."""
     answer, _, text = FAULTS[fault]
-    pattern = rf"request {ONE} to rollout engine scripted failed for good: .*{text}.*; set rollout.on_error: drop to go"
+    then = "this is a bug, please report it" if fault == "a bug" else "set rollout.on_error: drop to go"
+    pattern = rf"request {ONE} to rollout engine scripted failed for good: .*{text}.*; {then}"
     with pytest.raises(EngineError, match=pattern):
         sample(ScriptedEngine(fails(ONE, answer)), request_timeout_s=0.05)
+
+
+def test_a_bug_is_never_dropped() -> None:
+    """It stops the run with its place in the code, whatever on_error says; no setting is named that would not help."""
+    answer, _, text = FAULTS["a bug"]
+    with pytest.raises(EngineError, match=rf"failed for good: {text}; this is a bug, please report it$") as raised:
+        sample(ScriptedEngine(fails(ONE, answer)), on_error="drop", request_timeout_s=0.05)
+    assert raised.value.__cause__ is answer
 
 
 @pytest.mark.parametrize("fault", FAULTS)
