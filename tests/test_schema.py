@@ -103,6 +103,27 @@ def test_a_start_leaves_a_whole_store_alone_and_mends_another(con):
         assert started() == [], harm
 
 
+@pytest.mark.parametrize("stops_at", ["COMMENT ON VIEW", "UPDATE schema_meta", "COMMIT"])
+def test_a_start_that_fails_is_made_up_for_by_the_next(con, stops_at):
+    """The hash of the former objects stays with them: with the new one they would never be replaced."""
+    con.execute("CREATE OR REPLACE VIEW runs AS SELECT 1 AS former")
+    con.execute("UPDATE schema_meta SET views_hash = 'former'")
+
+    class Stops(Watched):
+        def execute(self, sql, *parameters):
+            if sql.startswith(stops_at):
+                raise duckdb.IOException("the disk is full")
+            return super().execute(sql, *parameters)
+
+    with pytest.raises(duckdb.IOException, match="the disk is full"):
+        schema.apply(Stops(con), Path(":memory:"))
+    assert _list(con, "SELECT views_hash FROM schema_meta") == [("former",)]
+    assert [row[0] for row in _list(con, "DESCRIBE runs")] == ["former"]
+    schema.apply(con, Path(":memory:"))
+    assert _list(con, "SELECT views_hash FROM schema_meta") == [(schema.views_hash(),)]
+    assert "run_id" in [row[0] for row in _list(con, "DESCRIBE runs")]
+
+
 @pytest.mark.parametrize(
     ("sql", "message"),
     [

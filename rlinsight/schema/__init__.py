@@ -74,8 +74,11 @@ def stored_version(con: Any, store: Path) -> int | None:
 
 
 def apply(con: Any, store: Path) -> None:
-    """Bring an open, writable database to this version, all or nothing: tables of an older one are migrated. One that
-    this very version made is left alone.
+    """Bring an open, writable database to this version, all or nothing: tables of an older one are migrated.
+
+    One of this version that has every object, and the hash of these very files, is left alone, and with it what
+    somebody changed inside an object by hand. The hash is written with the objects, so after a failure the next start
+    does it all again.
 
     Raises StoreError before any change, or with every change undone when a migration fails.
     """
