@@ -2,10 +2,10 @@
 
 Owns two computations, chosen by the ``layout`` object a caller passes through the model's keyword arguments:
 ``SharedPrefixLayout`` (training: prompts once per group, responses attending to their prompt and themselves) and
-anything else with an ``attend`` method (the rollout engine's passes over its KV cache).
+anything else with an ``attend`` method (the rollout engine's passes over its KV cache, and exact mode's training).
 
 Scores are taken in the compute dtype and normalised in float32. Plain matmul and softmax: on CPU the backward of fused
-attention in bfloat16 takes twice as long.
+attention in bfloat16 takes longer.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from rlinsight.errors import ModelError
 NAME = "rlinsight"
 
 
-class EngineLayout(Protocol):
-    """A rollout engine's own attention: stores keys and values, returns the attended values."""
+class OwnLayout(Protocol):
+    """A layout that computes attention itself, as the rollout engine's over its cache and exact mode's in training."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """query [Hq, N, D], key and value [Hkv, N, D] -> [N, Hq, D]."""
@@ -92,7 +92,7 @@ def _forward(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float,
-    layout: SharedPrefixLayout | EngineLayout,
+    layout: SharedPrefixLayout | OwnLayout,
     **_kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention signature: query [1, Hq, N, D], key and value [1, Hkv, N, D] -> [1, N, Hq, D]."""
@@ -155,7 +155,7 @@ class Pad(torch.autograd.Function):
     """Packed rows [N, H, D] to padded rows [slots, H, D]; the inverse gather is its backward.
 
     Padding repeats row 0. Its gradient is dropped: as a key it is masked, as a query its output is dropped. A plain
-    index_select would add gradients row by row, which took 14% of an update on CPU.
+    index_select would add gradients row by row, which is slow on CPU.
     """
 
     @staticmethod

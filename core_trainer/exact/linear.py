@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-MIN_ROWS = 4  # fewer take another kernel, in strict mode too: 1 to 3 on an EPYC, 1 on a Xeon
+MIN_ROWS = 4  # fewer take another kernel, in strict mode too: 1 to 3 on an EPYC
 TILE_ROWS = 48  # a multiple of the row blocks of usual kernels (4, 6, 8, 12, 16, 24), also when two threads halve it
 
 

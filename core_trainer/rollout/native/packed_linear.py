@@ -1,11 +1,9 @@
 """Linear layers as decoding wants them: weights in the processor's own block layout, adapters merged.
 
 oneDNN reorders a bfloat16 weight on every call; at a few rows that costs more than the product. Layers that read the
-same input (query, key and value; gate and up) are packed as one. In float32 only wide layers are worth a copy: packed,
-the output layer of SmolLM2-135M takes 25% less time at 64 rows and 50% less at 16 (AVX2), its other layers the same at
-64 and 12% less at 16, which their refresh eats up. The copies are refreshed at each weight sync. Off the CPU, and in
-bfloat16 without AVX-512, nothing is packed and the model runs as it is, but for merged adapters, whose sums are copies
-there too.
+same input (query, key and value; gate and up) are packed as one. In float32 only wide layers are worth a copy: a
+refresh eats up what others gain. The copies are refreshed at each weight sync. Off the CPU, and in bfloat16 without
+AVX-512, nothing is packed and the model runs as it is, but for merged adapters, whose sums are copies there too.
 """
 
 from __future__ import annotations
@@ -83,7 +81,7 @@ class PackedLinears:
         """Inside, the layers compute with their copies."""
         for index, group in enumerate(self._groups):
             for layer, forward in zip(group, self._products[index].forwards, strict=True):
-                layer.__dict__["forward"] = forward  # past nn.Module's bookkeeping, at a tenth of its time
+                layer.__dict__["forward"] = forward  # past nn.Module's bookkeeping
         try:
             yield
         finally:
