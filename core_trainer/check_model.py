@@ -63,8 +63,8 @@ def prompt_texts(count: int) -> list[str]:
     texts = []
     for i in range(count):
         question = QUESTIONS[i % len(QUESTIONS)].format(a=12 + 7 * i, b=95 - i, c=2 + i % 9)
-        length = (0, 2, 0, 6, 1, 18, 3, 36)[i % 8]  # sentences before it
-        texts.append(" ".join([*(PASSAGE[j % len(PASSAGE)] for j in range(length)), question]))
+        length = (0, 2, 0, 6, 1, 18, 3, 36)[i % 8]  # sentences after it: before it they would be a shared prefix
+        texts.append(" ".join([question, *(PASSAGE[j % len(PASSAGE)] for j in range(length))]))
     return texts
 
 
@@ -80,7 +80,7 @@ def make_prompts(
         turns = [[{"role": "user", "content": text}] for text in texts]
         texts = [str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)) for turn in turns]
     encoded = tokenizer(texts, add_special_tokens=not tokenizer.chat_template, verbose=False)["input_ids"]
-    return [ids if room is None else ids[-room:] for ids in encoded]
+    return [ids[:room] for ids in encoded]  # the beginning is what tells them apart
 
 
 class Loaded:
@@ -105,10 +105,10 @@ class Loaded:
             dtype=str(self.dtype).removeprefix("torch."),
         )
 
-    def prompts(self, spec: Spec) -> list[list[int]]:
-        """Those of the spec's size."""
+    def prompts(self, count: int, new_tokens: int) -> list[list[int]]:
+        """So many that leave room for an answer."""
         context = getattr(self.model.config, "max_position_embeddings", None)
-        return make_prompts(self.tokenizer, spec.num_prompts, spec.new_tokens, context)
+        return make_prompts(self.tokenizer, count, new_tokens, context)
 
 
 # Training ------------------------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ def check_training(spec: Spec, directory: Path, say: Say) -> tuple[Report, list[
         report = loaded.report("training")
         report.load_s = loaded.load_s
         written = []
-        for i, prompt in enumerate(loaded.prompts(spec), start=1):
+        for i, prompt in enumerate(loaded.prompts(spec.num_prompts, spec.new_tokens), start=1):
             say(f"training: transformers answers prompt {i} of {spec.num_prompts}")
             written.append(greedy(loaded.model, prompt, spec.new_tokens, loaded.stop_token_ids))
         answers = written
@@ -197,15 +197,17 @@ def check_engine(spec: Spec, directory: Path, say: Say) -> Report:
             if spec.part == "native":  # which computes attention as training does
                 raise
             trains = False
-        prompts = [answer.prompt for answer in spec.reference] if spec.reference else loaded.prompts(spec)
+        prompts = [answer.prompt for answer in spec.reference or ()]
+        prompts = prompts or loaded.prompts(spec.num_prompts, spec.new_tokens)
+        for_ladder = loaded.prompts(num_requests(max(spec.concurrency)), spec.new_tokens)
         say(f"{spec.part}: starting")
         began = time.perf_counter()
-        engine = start(spec, loaded, max(map(len, prompts)))
+        engine = start(spec, loaded, max(map(len, [*prompts, *for_ladder])))
         try:
             engine.sync_weights(0)
             started = True
             report.load_s = time.perf_counter() - began
-            measure(report, spec, loaded, engine, prompts, trains, say)
+            measure(report, spec, loaded, engine, prompts, for_ladder, trains, say)
         finally:
             engine.close()
         judge(report)
@@ -232,6 +234,7 @@ def measure(
     loaded: Loaded,
     engine: RolloutEngine,
     prompts: list[list[int]],
+    for_ladder: list[list[int]],
     trains: bool,
     say: Say,
 ) -> None:
@@ -267,7 +270,7 @@ def measure(
     for step, concurrency in enumerate(spec.concurrency, start=2):
         say(f"{spec.part}: latency of {concurrency} at once")
         engine.sync_weights(step)
-        report.latency.append(asyncio.run(_ladder(engine, prompts, spec.new_tokens, concurrency)))
+        report.latency.append(asyncio.run(_ladder(engine, for_ladder, spec.new_tokens, concurrency)))
 
 
 async def _answers(engine: RolloutEngine, prompts: list[list[int]], params: SamplingParams, name: str) -> list[Turn]:
@@ -282,16 +285,23 @@ async def _answers(engine: RolloutEngine, prompts: list[list[int]], params: Samp
     )
 
 
+def num_requests(concurrency: int) -> int:
+    """Requests of one step of the ladder."""
+    return max(MIN_REQUESTS, ROUNDS * concurrency)
+
+
 async def _ladder(engine: RolloutEngine, prompts: list[list[int]], new_tokens: int, concurrency: int) -> Latency:
-    """``concurrency`` callers, each with its next request as soon as its last one is answered."""
-    count = max(MIN_REQUESTS, ROUNDS * concurrency)
+    """``concurrency`` callers, each with its next request as soon as its last one is answered.
+
+    No prompt comes twice: the time to the first token would be the cache's.
+    """
     waiting = deque(
         GenerateRequest(
             f"ladder-{concurrency}-{i}",
-            tuple(prompts[i % len(prompts)]),
+            tuple(prompts[i]),
             SamplingParams(new_tokens, seed=sample_seed(f"ladder/{i}")),
         )
-        for i in range(count)
+        for i in range(num_requests(concurrency))
     )
     timings: list[Timing] = []
 

@@ -82,7 +82,7 @@ class Latency:
     num_requests: int
     output_tokens: int
     tokens_per_s: float
-    seconds: dict[str, float | None]  # ttft_p50_s ... inter_token_p99_s, by ``latency_keys``
+    seconds: dict[str, float | None]  # ttft_p50_s ... inter_token_p99_s, as in names.CHECK_LATENCY
 
 
 @dataclass(slots=True)
@@ -157,7 +157,10 @@ def judge(report: Report) -> None:
     report.status, report.reason = "ok", None
     other = "transformers'" if report.part == "training" else "training's"
     gap, parted = report.max_log_prob_gap, report.divergence
-    if gap is not None and gap > tolerance:
+    if gap is None and report.parity is None:
+        report.status = "failed"
+        report.reason = "there was nothing to compare it with: the training part brought no answers"
+    elif gap is not None and gap > tolerance:
         report.status = "mismatch"
         report.reason = f"a log-prob is {gap:.2g} off {other}; rounding in {report.dtype} explains {tolerance:g}"
     elif parted is not None and (parted.lead is None or parted.lead > tolerance):
@@ -173,11 +176,6 @@ def judge(report: Report) -> None:
     elif parted is not None and report.parity is not None and report.num_prompts is not None:
         count = round((1 - report.parity) * report.num_prompts)
         report.reason = f"greedy tokens of {count} prompts part where two are equally likely: rounding"
-
-
-def latency_keys() -> list[str]:
-    """ttft_p50_s, ..., inter_token_p99_s: time to first token, time per further token of a request, gap between two."""
-    return [f"{what}_p{p}_s" for what in ("ttft", "tpot", "inter_token") for p in PERCENTILES]
 
 
 def latency(concurrency: int, timings: Sequence[Timing], wall_s: float) -> Latency:

@@ -256,13 +256,16 @@ def render(check: Check) -> list[str]:
 
 def verdict(check: Check) -> str:
     """One line: whether one may train with this model, and on which engine."""
-    good = [report.part for report in check.reports if report.status == "ok"]
+    passed = [report for report in check.reports if report.status == "ok"]
+    good = [report.part for report in passed if report.part == "training" or report.parity is not None]
+    alone = [report.part for report in passed if report.part not in good]
     bad = [
         f"{report.part} ({report.status})" for report in check.reports if report.status not in ("ok", "not installed")
     ]
     absent = [report.part for report in check.reports if report.status == "not installed"]
     words = "OK" if check.passed else "NOT OK"
     parts = [f"{', '.join(good)} agree with transformers"] if good else []
+    parts += [f"{', '.join(alone)} agree with training alone"] if alone else []
     parts += [f"not {', '.join(bad)}"] if bad else []
     parts += [f"{', '.join(absent)} not checked: not installed"] if absent else []
     return f"{words}: {'; '.join(parts)}"

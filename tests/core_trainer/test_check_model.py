@@ -26,11 +26,12 @@ from core_trainer.checks import (
     gaps,
     judge,
     latency,
-    latency_keys,
 )
+from rlinsight import names
 from rlinsight.errors import EngineError
 from tests.tiny import make_tokenizer
 
+LATENCY_KEYS = list(names.CHECK_LATENCY)
 SPEC = Spec("unused", "float32", num_prompts=6, new_tokens=8, concurrency=[1, 3])
 
 
@@ -99,12 +100,23 @@ def test_what_passes_and_what_does_not(dtype: str) -> None:
     assert judged(float("inf"), parity=1).status == "mismatch"
 
 
+def test_nothing_to_compare_with_is_no_pass() -> None:
+    """Without transformers' answers and training's log-probs an engine is not checked; one of the two is enough."""
+    for parity, gap, status in ((None, None, "failed"), (1.0, None, "ok"), (None, 0.0, "ok")):
+        report = Report("vllm", "failed", dtype="float32", num_prompts=4, parity=parity, max_log_prob_gap=gap)
+        judge(report)
+        assert report.status == status
+        assert ("nothing to compare it with: the training part brought no answers" in str(report.reason)) == (
+            status == "failed"
+        )
+
+
 def test_latency_is_what_callers_waited() -> None:
     """Two requests by hand: one of four tokens in three chunks, one of a single token; one that brought none."""
     timings = [Timing(10.0, [10.5, 10.7, 11.1], [1, 1, 2]), Timing(10.0, [11.5], [1]), Timing(12.0, [], [])]
     step = latency(2, timings, wall_s=2.0)
     assert (step.concurrency, step.num_requests, step.output_tokens, step.tokens_per_s) == (2, 3, 5, 2.5)
-    assert list(step.seconds) == latency_keys()
+    assert list(step.seconds) == LATENCY_KEYS
     assert step.seconds["ttft_p50_s"] == pytest.approx(1.0)  # between 0.5 and 1.5
     assert step.seconds["ttft_p90_s"] == pytest.approx(1.4)
     assert step.seconds["tpot_p50_s"] == pytest.approx(0.2)  # (11.1 - 10.5) / 3; the other has no further token
@@ -118,7 +130,7 @@ def test_what_travels_comes_back_equal() -> None:
     spec = Spec("m", "auto", 1, 2, [1, 4], "native", [answer([1, 2])])
     assert Spec.parse(json.loads(json.dumps(asdict(spec)))) == spec
     report = Report("native", "ok", divergence=Divergence(0, 1, 2, None, -0.5, None, None, "a", None))
-    report.latency = [Latency(1, 8, 20, 3.5, dict.fromkeys(latency_keys()))]
+    report.latency = [Latency(1, 8, 20, 3.5, dict.fromkeys(LATENCY_KEYS))]
     assert Report.parse(json.loads(json.dumps(asdict(report)))) == report
 
 
@@ -181,7 +193,7 @@ def test_the_native_engine_passes(tiny_model: Path, reference: list[Answer]) -> 
     assert [(step.concurrency, step.num_requests) for step in report.latency] == [(1, 8), (3, 12)]
     for step in report.latency:
         assert step.num_requests <= step.output_tokens <= 8 * step.num_requests
-        seconds = [step.seconds[key] for key in latency_keys()]
+        seconds = [step.seconds[key] for key in LATENCY_KEYS]
         assert all(value is not None and value > 0 for value in seconds), step
         assert seconds == [x for i in (0, 3, 6) for x in sorted(seconds[i : i + 3])]  # type: ignore[type-var]
 
@@ -191,6 +203,34 @@ def test_without_a_reference_the_engine_is_checked_against_training(tiny_model: 
     report = check_engine(spec_for("native", None), tiny_model, quiet)
     assert (report.status, report.parity, report.divergence) == ("ok", None, None)
     assert report.max_log_prob_gap is not None
+
+
+def test_the_ladder_asks_nothing_twice(
+    tiny_model: Path, reference: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its prompts are its own, one a request: neither an equal one nor a shared beginning is in the cache."""
+    real, engines, room = check_model.start, [], []
+
+    def start(spec: Spec, loaded: Loaded, longest: int) -> Any:
+        engine = real(spec, loaded, longest)
+        stream = engine.stream
+
+        def noted(request: Any) -> Any:
+            room.append(longest - len(request.prompt_token_ids))
+            return stream(request)
+
+        monkeypatch.setattr(engine, "stream", noted)
+        engines.append(engine)
+        return engine
+
+    monkeypatch.setattr(check_model, "start", start)
+    report = check_engine(Spec("unused", "float32", 6, 8, [3, 1], "native", reference[:2]), tiny_model, quiet)
+    assert report.status == "ok"
+    assert len(room) == 12 + 8
+    assert min(room) == 0
+    (engine,) = engines
+    assert engine.scheduler.prefix_queries > 0
+    assert engine.scheduler.prefix_hits == 0
 
 
 def altered(scale: float) -> Any:
@@ -335,6 +375,7 @@ def test_prompts_keep_to_the_context(tiny_model: Path) -> None:
     cut = check_model.make_prompts(tokenizer, 8, 16, 48)
     assert max(map(len, whole)) > 32
     assert [len(prompt) for prompt in cut] == [min(len(prompt), 32) for prompt in whole]
-    assert all(a == b[-32:] for a, b in zip(cut, whole, strict=True))
+    assert all(a == b[:32] for a, b in zip(cut, whole, strict=True))
+    assert len(set(map(tuple, cut))) == 8
     with pytest.raises(Exception, match="--new-tokens 16 leaves no room"):
         check_model.make_prompts(tokenizer, 8, 16, 16)

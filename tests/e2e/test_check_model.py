@@ -108,7 +108,8 @@ def test_both_engines_pass(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("asked", "passed"), [([], True), (["native"], True), (["native", "vllm"], False)])
 def test_an_engine_that_was_asked_for_must_be_there(asked: list[str], passed: bool) -> None:
     """What is not installed fails the check of whoever named it, and no other."""
-    reports = [Report("training", "ok"), Report("native", "ok"), Report("vllm", "not installed", "run: make vllm")]
+    native, vllm = Report("native", "ok", parity=1.0), Report("vllm", "not installed", "run: make vllm")
+    reports = [Report("training", "ok"), native, vllm]
     check = check_model.Check("c", "m", reports, frozenset(asked))
     assert check.passed == passed
     words = "OK" if passed else "NOT OK"
@@ -173,3 +174,10 @@ def test_the_verdict_is_the_last_line() -> None:
     lines = check_model.render(check_model.Check("c", "m", reports, frozenset()))
     assert lines[-1] == "NOT OK: training agree with transformers; not native (mismatch), vllm (refused)"
     assert "native: a log-prob is 2 off" in lines
+
+
+def test_the_verdict_says_what_an_engine_was_compared_with() -> None:
+    """Without transformers' answers it was training alone."""
+    reports = [Report("training", "failed", "no memory"), Report("native", "ok", max_log_prob_gap=1e-6)]
+    check = check_model.Check("c", "m", reports, frozenset())
+    assert check_model.render(check)[-1] == "NOT OK: native agree with training alone; not training (failed)"
