@@ -11,6 +11,7 @@ from importlib.abc import MetaPathFinder
 from pathlib import Path
 
 from rlinsight.errors import RlinsightError
+from rlinsight.priority import yield_processors
 
 
 class _NoPandas(MetaPathFinder):
@@ -34,8 +35,11 @@ def main() -> int:
         parser.add_argument(f"--{name}-port", type=int, default=0, help="0 picks a free one")
     parser.add_argument("--keep-days", type=float, help="remove runs not heard of for longer")
     parser.add_argument("--keep-bytes", type=int, help="remove the oldest runs while the store uses more")
-    parser.add_argument("--background", action="store_true", help="leave the processors to training")
+    parser.add_argument("--background", action="store_true", help="leave the processors to training once it serves")
+    parser.add_argument("--at-once", action="store_true", help="leave them while it starts, too")
     args = parser.parse_args()
+    if args.at_once:
+        yield_processors()  # and so do the threads it will start
     logging.basicConfig(level=logging.INFO, format="collector: %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     sys.meta_path.insert(0, _NoPandas())

@@ -63,7 +63,7 @@ def run(
 ) -> None:
     """Serve a store until signalled, or until the owners given here or later are gone; it keeps what ``keep`` says.
 
-    In the ``background`` it leaves the processors to training once it serves: until then training waits for it.
+    In the ``background`` it leaves the processors to training once it serves: until then training may wait for it.
 
     Raises CollectorError or StoreError when it cannot start, and CollectorError when the store failed for good.
     """
@@ -159,9 +159,9 @@ def _refuse_unwritable(store: Path) -> None:
         draft.write_bytes(bytes(4096))
     except OSError as error:
         reason = "the disk is full" if error.errno == errno.ENOSPC else (error.strerror or str(error)).lower()
-        raise StoreError(
-            f"{store.parent} cannot be written: {reason}; free some space there or choose another --store"
-        ) from None
+        has_no_room = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "free some space there" if has_no_room else "make it writable"
+        raise StoreError(f"{store.parent} cannot be written: {reason}; {remedy} or choose another --store") from None
     finally:
         with suppress(OSError):
             draft.unlink(missing_ok=True)

@@ -16,6 +16,7 @@ from rlinsight.errors import CollectorError
 from rlinsight.store import Endpoint, read_endpoint
 
 START_TIMEOUT_S = 60.0
+IDLE_START_TIMEOUT_S = 300.0  # of one that yields while it starts: training leaves it little
 MAX_LOG_BYTES = 1024**2  # a healthy collector writes three lines; a full disk makes it one per batch
 
 
@@ -29,16 +30,19 @@ def start_process(
     owner_pid: int,
     arguments: Sequence[str] = (),
     meanwhile: Callable[[], object] | None = None,
+    at_once: bool = False,
 ) -> Endpoint:
     """Start a detached collector that leaves when ``owner_pid`` is gone, and wait until it answers.
 
-    ``arguments`` are more of its command line; ``meanwhile`` is done while it starts.
+    ``arguments`` are more of its command line; ``meanwhile`` is done while it starts. ``at_once``: it leaves the
+    processors to training while it starts, too, as nobody waits for it.
 
     Raises CollectorError with the child's last line when it does not come up.
     """
     # -P: a queue.py in the working directory is not the standard library's.
     command = [sys.executable, "-P", "-m", "collectors", "--store", str(store), "--owner-pid", str(owner_pid)]
-    command += ["--background", *arguments]
+    command += ["--background", *(["--at-once"] if at_once else []), *arguments]
+    timeout_s = IDLE_START_TIMEOUT_S if at_once else START_TIMEOUT_S
     environment = {key: value for key, value in os.environ.items() if key != "NOTIFY_SOCKET"}  # that is the owner's
     with _open_log(store) as log:
         began = log.tell()
@@ -53,7 +57,7 @@ def start_process(
         )
         if meanwhile is not None:
             meanwhile()
-        deadline = time.monotonic() + START_TIMEOUT_S
+        deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             endpoint = read_endpoint(store)
             if endpoint is not None and endpoint.pid == child.pid:
@@ -65,7 +69,7 @@ def start_process(
         child.kill()
         child.wait()
         raise CollectorError(
-            f"the collector did not start within {START_TIMEOUT_S:g} s: {_last_line(log, began) or 'no output'}"
+            f"the collector did not start within {timeout_s:g} s: {_last_line(log, began) or 'no output'}"
         )
 
 

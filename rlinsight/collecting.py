@@ -64,7 +64,7 @@ def _watch(path: Path, arguments: Sequence[str], pid: int, ended: threading.Even
             continue
         pause = min(pause * 2, longest)
         try:
-            endpoint = found_or_started(path, arguments)
+            endpoint = found_or_started(path, arguments, at_once=True)
         except (CollectorError, StoreError, OSError) as error:  # OSError: no process can be made now
             _log.warning("collector %d is gone and no other can start (%s); telemetry waits on disk", pid, error)
         else:
@@ -73,15 +73,18 @@ def _watch(path: Path, arguments: Sequence[str], pid: int, ended: threading.Even
 
 
 def found_or_started(
-    path: Path, arguments: Sequence[str] = (), meanwhile: Callable[[], object] | None = None
+    path: Path,
+    arguments: Sequence[str] = (),
+    meanwhile: Callable[[], object] | None = None,
+    at_once: bool = False,
 ) -> store.Endpoint:
-    """The collector of a store, owned by this process too."""
+    """The collector of a store, owned by this process too. ``at_once`` as in ``start_process``."""
     with _one_at_a_time(path.parent):
         endpoint = _joined(path)
         if endpoint is not None:
             return endpoint
         try:
-            return start_process(path, os.getpid(), arguments, meanwhile)
+            return start_process(path, os.getpid(), arguments, meanwhile, at_once)
         except CollectorError:
             endpoint = _joined(path)  # one was started by hand in between
             if endpoint is None:

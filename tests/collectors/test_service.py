@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gzip
 import os
+import signal
 import socket
 import stat
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -39,8 +41,8 @@ from collectors.decode import Decoder
 from collectors.payload import PayloadError, parse
 from collectors.writer import PATIENCE_S, Overloaded, Writer
 from collectors.writer import Batch as writer_batch
-from rlinsight import schema
-from rlinsight.store import query
+from rlinsight import collecting, schema
+from rlinsight.store import query, read_endpoint
 from rlinsight.wire import DELIVER_S, SPOOL_RECORDS, SPOOL_TYPE, Batch, read_outcomes, record
 from tests.collectors.live import Collector, collector
 from tests.promises.support import log_request
@@ -432,3 +434,20 @@ def test_a_collector_of_a_run_yields_the_processors(tmp_path: Path) -> None:
     process.wait(20)
     with collector(tmp_path / "t.duckdb") as by_hand:
         assert os.sched_getscheduler(by_hand.process.pid) == os.sched_getscheduler(0)
+
+
+@pytest.mark.slow
+def test_one_that_takes_over_yields_them_before_it_serves(tmp_path: Path) -> None:
+    """Training goes on meanwhile, and nobody waits for it."""
+    store, policies = tmp_path / "s.duckdb", set[int]()
+    with collecting.collector(store) as endpoint:
+        os.kill(endpoint.pid, signal.SIGKILL)
+        deadline = time.monotonic() + server.IDLE_START_TIMEOUT_S
+        while (now := read_endpoint(store)) is None or now.pid == endpoint.pid:
+            assert time.monotonic() < deadline
+            for child in psutil.Process().children():
+                with suppress(psutil.Error, ProcessLookupError):
+                    if str(store) in child.cmdline():
+                        policies.add(os.sched_getscheduler(child.pid))
+            time.sleep(0.01)
+    assert os.SCHED_IDLE in policies

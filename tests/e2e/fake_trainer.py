@@ -62,7 +62,7 @@ def _hold(last: bool, path: Path) -> None:
 
 def _misbehave(mode: str, step: int, path: Path, spool_dir: Path) -> None:
     if mode in ("slow", "stuck"):
-        time.sleep(0.3 if mode == "slow" else 60)
+        time.sleep(0.3 if mode == "slow" else 600)
     elif mode == "fail" and step == 2:
         raise RewardError("reward numeric timed out; raise its timeout_s")
     elif mode == "exit" and step == 2:

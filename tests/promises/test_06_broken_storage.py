@@ -100,7 +100,7 @@ def test_a_full_disk_refuses_and_the_same_collector_goes_on_when_there_is_room(
             assert running.stop() == 0
         assert _stored(store) == acked  # it ended on the full disk, and nothing is lost
         (disk / "more").write_bytes(b"x" * _free(disk))
-        assert "disk is full" in _fails(store)
+        assert "disk is full; free some space" in _fails(store)
         assert _stored(store) == acked
         filler.unlink()
         with collector(store) as running:
@@ -121,6 +121,7 @@ def test_a_read_only_folder_is_one_clear_line(tmp_path: Path) -> None:
             line = _refused(disk / name) if "/" not in name else _fails(disk / name)
             assert "read-only" in line.lower()
             assert "--store" in line
+            assert "free some space" not in line
 
 
 def _fails(store: Path) -> str:
