@@ -89,20 +89,19 @@ class Cluster:
         self.validation_sets = load_sets(config, tokenizer, context)
         say("workers")
         workers = trainer.num_workers
-        reference = config.algorithm.kl is not None and config.model.lora is None
-        self._start_ray(1 + workers * (1 + reference + (own_critic is not None)))
+        self._start_ray(num_processes(config))
         resource = {names.ALGORITHM: config.algorithm.name, names.MODEL: config.model.source}
         gpus = 1.0 if torch.cuda.is_available() else 0.0  # untested
         if gpus:
             check_gpus(config, int(ray.cluster_resources().get("GPU", 0)))
         self.reward = self._spawn(WorkerGroup(RewardWorker, "reward", 1, job, config, resource))
         self.policy = self._spawn(WorkerGroup(PolicyWorker, "policy", workers, job, config, resource, num_gpus=gpus))
-        if reference:
+        if has_reference(config):
             self.reference = self._spawn(WorkerGroup(ReferenceWorker, "reference", workers, job, config, resource))
         if own_critic is not None:
             self.critic = self._spawn(WorkerGroup(CriticWorker, CRITIC, workers, job, config, own_critic, resource))
         self.reward.call("start", [*prompts, *(prompt for each in self.validation_sets for prompt in each.prompts)])
-        servers = self._start_servers(model_dir, resource) if config.rollout.engine == "vllm_server" else []
+        servers = self._start_servers(model_dir, resource) if num_servers(config) else []
         names_by_rank = self.policy.call("start", model_dir, job.resume, free_port() if workers > 1 else None, servers)
         self.replicas = [name for replicas in names_by_rank for name in replicas]
         if self.reference is not None:
@@ -181,10 +180,25 @@ def _without_idle_services() -> Iterator[None]:
             setattr(Node, name, method)
 
 
+def has_reference(config: Config) -> bool:
+    """Whether the run has reference workers; a policy that trains adapters is its own reference without them."""
+    return config.algorithm.kl is not None and config.model.lora is None
+
+
+def num_servers(config: Config) -> int:
+    """vLLM servers that the run starts."""
+    return config.rollout.vllm.replicas if config.rollout.engine == "vllm_server" else 0
+
+
+def num_processes(config: Config) -> int:
+    """The run's worker processes, owners of vLLM servers among them."""
+    kinds = 1 + has_reference(config) + (config.algorithm.model_critic is not None)
+    return 1 + config.trainer.num_workers * kinds + num_servers(config)
+
+
 def check_gpus(config: Config, there: int) -> None:
     """Raise EngineError when workers and servers need more GPUs than are ``there``: Ray would wait for them."""
-    workers, section = config.trainer.num_workers, config.rollout.vllm
-    servers = section.replicas if config.rollout.engine == "vllm_server" else 0
+    workers, servers, section = config.trainer.num_workers, num_servers(config), config.rollout.vllm
     needed = workers + servers * section.tensor_parallel_size
     if needed > there:
         told = f" and {servers} vLLM servers with {section.tensor_parallel_size} each" if servers else ""

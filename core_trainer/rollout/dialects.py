@@ -24,6 +24,10 @@ class BadAnswer(Exception):
     """What is wrong with an answer, told of the server as "it"."""
 
 
+class NotFinite(BadAnswer):
+    """It has a log-prob that is no finite number."""
+
+
 @dataclass(slots=True)
 class Delta:
     """What one answer, or one event of a stream, adds. Counts are of the whole request and None where not told."""
@@ -198,9 +202,10 @@ def _numbers(values: Sequence[Any], expected: int) -> list[float]:
     if len(values) != expected:
         raise BadAnswer(f"it returned {len(values)} log-probs for {expected} tokens")
     for value in values:
-        usable = isinstance(value, int | float) and math.isfinite(value) and _NEVER < value <= 1e-3
-        if not usable:
-            raise BadAnswer(f"it returned {value} as the log-prob of a token it sampled")
+        is_finite = isinstance(value, int | float) and math.isfinite(value) and value > _NEVER
+        if not is_finite or value > 1e-3:
+            kind = BadAnswer if is_finite else NotFinite
+            raise kind(f"it returned {value} as the log-prob of a token it sampled")
     return [float(value) for value in values]
 
 

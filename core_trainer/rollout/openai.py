@@ -18,15 +18,15 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from core_trainer import models
-from core_trainer.batching import TrainSample
+from core_trainer.batching import token_sample
 from core_trainer.forward import sample_log_probs
-from core_trainer.rollout.dialects import BadAnswer, Delta, Dialect
+from core_trainer.rollout.dialects import BadAnswer, Delta, Dialect, NotFinite
 from core_trainer.rollout.engine import Chunk, GenerateRequest, WeightSync
 from core_trainer.rollout.server import Server, events
 from core_trainer.rollout.serving import SAMPLE_INTERVAL_S, EngineState, Served, record_request, record_state
 from core_trainer.rollout.weight_transport import WeightTransport
 from core_trainer.types import FinishReason, SamplingParams, Turn
-from rlinsight.errors import EngineError, RequestRefused
+from rlinsight.errors import EngineError, NonFiniteLogProbs, RequestRefused
 
 PROBE = "The answer to the question is simple: first count the apples, then"
 PROBE_TOKENS = 8
@@ -175,7 +175,8 @@ class OpenAIEngine:
                     yield Chunk(delta.token_ids, delta.log_probs)
             turn = self._turn(request, answer)
         except BadAnswer as error:
-            raise EngineError(f"{self.server.url}, request {request.request_id}: {error}") from error
+            kind = NonFiniteLogProbs if isinstance(error, NotFinite) else EngineError
+            raise kind(f"{self.server.url}, request {request.request_id}: {error}") from error
         finally:
             self._answers.pop(request.request_id, None)
             self._record_state()
@@ -327,12 +328,13 @@ class OpenAIEngine:
 
     def _probe(self, params: SamplingParams) -> tuple[np.ndarray, list[np.ndarray]]:
         """Log-probs of a short answer: the server's, and the trainer's after and before the temperature."""
-        answer, prompt = self._ask(params), np.asarray(self._probe_tokens())
-        tokens = np.asarray(answer.token_ids, dtype=np.int64)
-        log_probs = np.asarray(answer.log_probs, dtype=np.float32)
-        sample = TrainSample("probe", "probe", prompt, tokens, np.ones(len(tokens), dtype=bool), log_probs, 0)
-        budget = len(prompt) + len(tokens)
-        return log_probs, [sample_log_probs(self.model, [sample], t, budget)[0] for t in (params.temperature, 1.0)]
+        answer, prompt = self._ask(params), self._probe_tokens()
+        sample = token_sample("probe", "probe", prompt, answer.token_ids, answer.log_probs)
+        found = [
+            sample_log_probs(self.model, [sample], temperature, len(prompt) + sample.num_tokens)[0]
+            for temperature in (params.temperature, 1.0)
+        ]
+        return sample.rollout_log_probs, found
 
     def _ask(self, params: SamplingParams, stop_token_ids: tuple[int, ...] = ()) -> Answer:
         """A short answer, waited for."""

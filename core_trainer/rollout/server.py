@@ -38,6 +38,7 @@ class Hints:
     unreachable: str = "is the server running?"
     silent: str = "raise rollout.openai.timeout_s if it is slow"
     model: str = "set rollout.openai.model to one of"
+    missing: str = "start vLLM with VLLM_SERVER_DEV_MODE=1, or set rollout.openai.server to what runs there"
 
 
 OPENAI = Hints()
@@ -89,7 +90,7 @@ class Server:
         for attempt in range(1, MAX_TRIES + 1):
             try:
                 response = self._control.request(method, path, json=body, params=params, timeout=timeout)
-            except httpx.ReadTimeout as error:
+            except (httpx.ReadTimeout, httpx.WriteTimeout) as error:
                 raise EngineError(f"{self.url}{path} was silent for {silence:g} s") from error
             except httpx.HTTPError as error:
                 raise self._failure(error) from error
@@ -151,8 +152,10 @@ class Server:
             raise EngineError(f"{self.url} refuses the key ({code}): {said}; {self.hints.key}")
         if code in BUSY:
             raise EngineError(f"{self.url} was busy ({code}) {MAX_TRIES} times in a row: {said}")
+        path = response.request.url.path.removeprefix(httpx.URL(self.url).path.rstrip("/"))
+        hint = f"; {self.hints.missing}" if code == 404 and not path.startswith("/v1/") else ""
         kind = RequestRefused if code in ASKED_TOO_MUCH else EngineError
-        raise kind(f"{self.url}{response.request.url.path} answers {code}: {said}")
+        raise kind(f"{self.url}{path} answers {code}: {said}{hint}")
 
     def _failure(self, error: httpx.HTTPError) -> EngineError:
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):

@@ -21,6 +21,7 @@ from rlinsight.errors import EngineError
 
 FILE = "model.safetensors"
 PREFIX = "rlinsight-weights-"  # of a folder's name
+RESUME_TIMEOUT_S = 5.0  # after a failure: a server that hangs has been waited for once
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +58,11 @@ class WeightFolder:
         self._lock = threading.Lock()
         self._version: int | None = None
         self._shared: SharedWeights | None = None
-        if directory is None:
-            self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
-        else:
-            self.path = _own_folder(directory, name)
+        self.path = _memory_folder() if directory is None else _own_folder(directory, name)
         self.nbytes = 0
 
     def at(self, policy_version: int) -> Path:
-        """The folder, holding that version. Raises EngineError when it cannot be written."""
+        """The folder, holding that version in FILE. Raises EngineError when it cannot be written."""
         with self._lock:
             if self._version is not None and policy_version < self._version:  # asked for long ago, by a slow server
                 raise EngineError(f"policy_version={policy_version} is no longer published, {self._version} is")
@@ -72,8 +70,9 @@ class WeightFolder:
                 try:
                     self._write()
                 except OSError as error:
+                    scarce = "space" if self._on_disk else "memory"
                     raise EngineError(
-                        f"weights cannot be written to {self.path} ({error.strerror}); free some space"
+                        f"weights cannot be written to {self.path} ({error.strerror}); free some {scarce}"
                     ) from error
                 self._version = policy_version
         return self.path
@@ -97,6 +96,14 @@ class WeightFolder:
         if self._shared is not None:
             self._shared.close()
             self._shared = None
+
+
+def _memory_folder() -> Path:
+    """An empty folder for the name of what is in memory."""
+    try:
+        return Path(tempfile.mkdtemp(prefix=PREFIX))
+    except OSError as error:
+        raise EngineError(f"no folder for the weights can be made: {error}; free some space or set TMPDIR") from error
 
 
 def _own_folder(directory: Path, name: str | None) -> Path:
@@ -123,9 +130,9 @@ def paused(server: Server) -> Iterator[None]:
     try:
         server.call("POST", "/pause", mode="wait")
         yield
-    except BaseException:
-        with suppress(EngineError):
-            server.call("POST", "/resume")  # also after a pause that was not answered in time, but may come
+    except BaseException:  # an interrupt too: a server that stays paused answers nobody, and others may use it
+        with suppress(EngineError):  # also after a pause that was not answered in time, but may come
+            server.call("POST", "/resume", timeout_s=RESUME_TIMEOUT_S)
         raise
     server.call("POST", "/resume")
 

@@ -99,10 +99,7 @@ class PolicyWorker(Worker):
             self._load_value_head(config.algorithm.critic, resume / CRITIC if resume else None)
         self.tokenizer = models.load_tokenizer(model_dir)
         merge = config.model.lora is None or config.model.lora.sync == "merged"
-        longest = config.rollout.max_new_tokens
-        if config.validation is not None:
-            longest = max(longest, config.validation.max_new_tokens or 0)
-        rollout = config.rollout.model_copy(update={"max_new_tokens": longest})
+        rollout = config.rollout.model_copy(update={"max_new_tokens": config.longest_response})
         place = self.place
         engine = build_engine(
             rollout,
@@ -262,7 +259,8 @@ class PolicyWorker(Worker):
 
     def sync_weights(self) -> list[Published]:
         """Publish the current weights to the rollout engine: a ledger entry a replica, none if it has them."""
-        if self.policy_version == self.synced:
+        lost = self.config.rollout.vllm.sleep_level == 2  # dropped while training had the device, if for a critic alone
+        if self.policy_version == self.synced and not lost:
             return []
         ledger = self.hybrid.publish(self.policy_version)
         self.synced = self.policy_version

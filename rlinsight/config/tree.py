@@ -152,6 +152,12 @@ class Config(Section):
             )
         return self
 
+    @property
+    def longest_response(self) -> int:
+        """Most tokens a response may have, validation's included."""
+        validation = self.validation.max_new_tokens if self.validation is not None else None
+        return max(self.rollout.max_new_tokens, validation or 0)
+
     def hash(self) -> str:
         """sha256 over the resolved values, so equal settings give equal hashes."""
         return hashlib.sha256(json.dumps(self.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()

@@ -64,11 +64,13 @@ class ScriptedServer:
         api_key: str | None = None,
         names: Sequence[str] = ("tiny",),
         knows_stop_tokens: bool = True,
+        dev_mode: bool = True,
     ) -> None:
         """``log_probs``: after the temperature and truncation; before both; or after the temperature alone."""
         self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
         self.style, self.log_probs, self.max_model_len = style, log_probs, max_model_len
         self.api_key, self.names, self.knows_stop_tokens = api_key, names, knows_stop_tokens
+        self.dev_mode = dev_mode  # whether it has the paths that change weights
         self.script: list[Fault | None] = []
         self.asked: list[Asked] = []
         self.hung_up = 0  # answers whose client went away
@@ -161,7 +163,9 @@ class _Handler(BaseHTTPRequestHandler):
             return
         path = self.path.partition("?")[0]
         time.sleep(self.owner.slow.get(path, 0.0))
-        if (body or {}).get("method") == "rlinsight_start":
+        if not self.owner.dev_mode and path != "/v1/completions":
+            self._answer({"detail": "Not Found"}, 404)
+        elif (body or {}).get("method") == "rlinsight_start":
             self._answer({"results": [None]})
         elif path in ("/v1/completions", "/generate"):
             self._tokens(body)

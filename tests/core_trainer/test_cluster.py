@@ -9,6 +9,7 @@ import pytest
 from ray._private.node import Node
 
 from core_trainer import cluster
+from rlinsight import config
 from rlinsight.errors import WorkerError
 
 
@@ -36,3 +37,23 @@ def test_ray_starts_without_idle_services_and_a_failure_is_one_line(
         started._start_ray(3)
     assert [getattr(Node, name) for name in cluster.IDLE_SERVICES] == services
     assert signal.getsignal(signal.SIGTERM) == handler
+
+
+@pytest.mark.parametrize(
+    ("tree", "expected"),
+    [
+        ({}, 1 + 2),
+        ({"algorithm": {"name": "ppo", "kl": {"coef": 0.1}}}, 1 + 2 * 3),
+        ({"algorithm": {"kl": {"coef": 0.1}}, "model": {"source": "m", "lora": {}}}, 1 + 2),
+        ({"rollout": {"engine": "vllm_server", "vllm": {"replicas": 3}}}, 1 + 2 + 3),
+    ],
+)
+def test_every_worker_has_a_process_that_waits_for_it(tree: dict[str, Any], expected: int) -> None:
+    """Reward, a policy each rank with what stands beside it, and the owners of servers: all are counted."""
+    base = {
+        "model": {"source": "m"},
+        "data": {"train": "d.jsonl"},
+        "reward": {"functions": [{"type": "numeric"}]},
+        "trainer": {"num_workers": 2},
+    }
+    assert cluster.num_processes(config.parse(base | tree)) == expected

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -16,16 +18,19 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from core_trainer import attention, models
 from core_trainer.forward import sample_log_probs
+from core_trainer.rollout import router as router_module
 from core_trainer.rollout import server as server_module
+from core_trainer.rollout import weight_transport
 from core_trainer.rollout.build import build_engine
 from core_trainer.rollout.engine import Chunk, GenerateRequest
 from core_trainer.rollout.router import Router
-from core_trainer.rollout.vllm.client import VllmServerEngine
+from core_trainer.rollout.server import Server
+from core_trainer.rollout.vllm.client import SharedMemory, VllmServerEngine
 from core_trainer.rollout.vllm.servers import Address
 from core_trainer.rollout.weight_transport import WeightFolder
 from core_trainer.types import SamplingParams, Turn
 from rlinsight import config, names, preflight, telemetry
-from rlinsight.errors import ConfigError, EngineError, RequestRefused
+from rlinsight.errors import ConfigError, EngineError, NonFiniteLogProbs, RequestRefused
 from tests.core_trainer.scripted_server import Fault, ScriptedServer, Style
 from tests.core_trainer.test_shared_prefix import make_sample
 from tests.scripted_collector import Collector, attributes, running
@@ -281,15 +286,63 @@ def test_a_control_call_fails_long_before_a_request_would(
         engine.sync_weights(2)
     assert time.monotonic() - began < 0.9
     assert len(scripted.of("/resume")) == 3  # after this pause too, lest it hold when it comes
+    monkeypatch.setattr(weight_transport, "RESUME_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(server_module, "CONTROL_TIMEOUT_S", 2.0)
+    scripted.slow = {"/pause": 5.0, "/resume": 5.0}
+    began = time.monotonic()
+    with pytest.raises(EngineError, match=r"/pause was silent for 2 s$"):
+        engine.sync_weights(3)
+    assert time.monotonic() - began < 3.5  # it was waited for once
+
+
+@pytest.mark.parametrize("silence", [httpx.ReadTimeout, httpx.WriteTimeout])
+def test_a_call_that_is_not_taken_names_its_own_time(silence: type[httpx.TimeoutException]) -> None:
+    """Whether the server stops to read or to answer."""
+
+    def hang(_: httpx.Request) -> httpx.Response:
+        raise silence("too long")
+
+    server = Server("http://a:1", timeout_s=600)
+    server._control = httpx.Client(base_url=server.url, transport=httpx.MockTransport(hang))
+    with pytest.raises(EngineError, match=r"http://a:1/pause was silent for 7 s$"):
+        server.call("POST", "/pause", timeout_s=7)
+
+
+@pytest.mark.parametrize("way", ["memory", "own servers", "disk"])
+def test_weights_that_cannot_be_published_are_an_engine_error(
+    policy: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """With what to free; at the sync, and where not even a folder can be made."""
+
+    def no_room(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    folder = (
+        SharedMemory(policy).folder
+        if way == "own servers"
+        else WeightFolder(policy, tmp_path if way == "disk" else None)
+    )
+    monkeypatch.setattr(weight_transport, "save_file" if way == "disk" else "SharedWeights", no_room)
+    with pytest.raises(
+        EngineError, match=rf"written to .* left on device\); free some {'space' if way == 'disk' else 'memory'}$"
+    ):
+        folder.at(0)
+    folder.close()
+    monkeypatch.setattr(weight_transport.tempfile, "mkdtemp", no_room)
+    with pytest.raises(EngineError, match=r"no folder for the weights can be made.*No space left on device"):
+        WeightFolder(policy, tmp_path if way == "disk" else None)
 
 
 # A run's own servers --------------------------------------------------------------------------------------------------
 
 
 def test_own_servers_take_requests_as_long_as_the_run_does_and_give_no_foreign_advice(
-    lively: Path, policy: PreTrainedModel
+    lively: Path, policy: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their context is the model's where that is shorter; messages name no option of servers of others."""
+    """Their context is the model's where that is shorter; messages name no option of servers of others. Nobody waits
+    for one that is gone.
+    """
+    monkeypatch.setattr(router_module, "FIRST_BACKOFF_S", 0.05)
     section = config.RolloutSection(
         engine="vllm_server", max_new_tokens=32, request_timeout_s=7200, vllm=config.VllmSection(sleep_level=1)
     )
@@ -304,8 +357,10 @@ def test_own_servers_take_requests_as_long_as_the_run_does_and_give_no_foreign_a
             assert isinstance(engine, Router)
             return engine
 
-        engine = build().replicas[0].engine
+        router = build()
+        engine = router.replicas[0].engine
         assert isinstance(engine, VllmServerEngine)
+        assert engine.replica == "vllm/0"
         assert (engine.max_length, engine.server.timeout_s) == (longest, 7200)
         engine.sync_weights(0)
         engine.sleep()
@@ -319,6 +374,13 @@ def test_own_servers_take_requests_as_long_as_the_run_does_and_give_no_foreign_a
             assert "rollout.openai" not in str(refusal.value)
     with pytest.raises(EngineError, match=r"cannot be reached .*; its log is in the run's folder under servers"):
         build()
+
+    async def generate_soon() -> Turn:
+        return await asyncio.wait_for(router.generate(ask()), 30)
+
+    for message in ("cannot be reached", "no rollout replica can be used, all have failed: vllm/0"):
+        with pytest.raises(EngineError, match=message):
+            asyncio.run(generate_soon())
 
 
 # What is refused at the start -----------------------------------------------------------------------------------------
@@ -340,6 +402,12 @@ def test_own_servers_take_requests_as_long_as_the_run_does_and_give_no_foreign_a
         ),
         ({"knows_stop_tokens": False}, {}, "does not end an answer after a token of stop_token_ids"),
         ({"log_probs": "processed"}, {"top_p": 0.9}, "reports log-probs of what top-k and top-p left"),
+        (
+            {"dev_mode": False},
+            {},
+            "/pause answers 404: Not Found; start vLLM with VLLM_SERVER_DEV_MODE=1, or set rollout.openai.server",
+        ),
+        ({"dev_mode": False}, {"openai": {"server": "sglang"}}, "update_weights_from_disk answers 404: .*; start vLLM"),
     ],
 )  # fmt: skip
 def test_what_a_server_cannot_do_is_refused_with_what_fixes_it(
@@ -370,6 +438,17 @@ def test_what_fits_is_let_through(lively: Path, policy: PreTrainedModel, server:
     np.testing.assert_allclose(
         turn.rollout_log_probs, trained(policy, turn, rollout.get("temperature", 1.0)), atol=1e-4
     )
+
+
+def test_a_path_that_is_missing_under_v1_is_not_explained_by_what_runs_there(lively: Path) -> None:
+    """Wherever the server is mounted."""
+    with ScriptedServer(lively, dev_mode=False).running() as scripted:
+        for mount in ("", "/gpu0"):
+            server = Server(scripted.url + mount)
+            with pytest.raises(EngineError, match=rf"{scripted.url}{mount}/pause answers 404: Not Found; start vLLM"):
+                server.call("POST", "/pause")
+            with pytest.raises(EngineError, match=rf"{scripted.url}{mount}/v1/other answers 404: Not Found$"):
+                server.call("POST", "/v1/other")
 
 
 def test_a_server_of_other_weights_is_refused(tiny_model: Path, policy: PreTrainedModel, lively: Path) -> None:
@@ -498,7 +577,8 @@ def test_a_bad_answer_is_an_error_by_name(
     with pytest.raises(EngineError, match=message) as failure:
         generate(engine, [ask()])
     assert failure.value.replica == engine.replicas[0].name
-    assert not isinstance(failure.value, RequestRefused)
+    is_number = fault.first_log_prob in ("true", 2.5)
+    assert type(failure.value) is (EngineError if is_number else NonFiniteLogProbs)
     assert engine.replicas[0].load == 0
     engine.sync_weights(1)
     assert len(generate(engine, [ask()])[0].token_ids) == 6

@@ -18,6 +18,7 @@ from core_trainer.logprobs import TokenScores
 from core_trainer.workers.base import Place
 from core_trainer.workers.policy import PolicyWorker
 from rlinsight import config, telemetry
+from tests.core_trainer.scripted_engine import ScriptedEngine
 from tests.core_trainer.scripted_server import ScriptedServer
 from tests.core_trainer.test_shared_prefix import naive_log_probs, ragged_samples
 
@@ -49,6 +50,27 @@ def test_it_tells_its_replicas(tmp_path: Path, tiny_model: Path) -> None:
                 assert [entry.sync.replica for entry in worker.sync_weights()] == expected
             finally:
                 worker.close()
+
+
+@pytest.mark.parametrize(
+    ("sleep_level", "expected"), [(1, ["sync 0", "sleep"]), (2, ["sync 0", "sleep", "wake", "sync 0"])]
+)
+def test_an_engine_that_drops_its_weights_is_given_them_again(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, sleep_level: int, expected: list[str]
+) -> None:
+    """Also where the policy has not changed, as while a critic warms up."""
+    engine = ScriptedEngine()
+    monkeypatch.setattr("core_trainer.workers.policy.build_engine", lambda *_, **__: engine)
+    rollout = {"engine": "vllm", "vllm": {"sleep_level": sleep_level}}
+    worker = make_worker(tiny_model, tmp_path, rollout=rollout)
+    try:
+        assert len(worker.sync_weights()) == 1
+        with worker.hybrid.training():
+            pass
+        assert len(worker.sync_weights()) == sleep_level - 1
+    finally:
+        telemetry.shutdown(0)
+    assert engine.calls == ["wake", *expected]
 
 
 def samples_off_policy() -> list[TrainSample]:

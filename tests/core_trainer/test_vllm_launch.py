@@ -47,6 +47,17 @@ def test_a_server_takes_no_modules_from_the_folder_it_is_started_in(
     assert interpreter[0] == sys.executable
 
 
+@pytest.mark.parametrize(
+    ("validation", "expected"), [({}, 64), ({"max_new_tokens": 32}, 64), ({"max_new_tokens": 512}, 512)]
+)
+def test_the_longest_response_is_training_s_or_validation_s(validation: dict[str, int], expected: int) -> None:
+    """An engine must hold both."""
+    tree = settings(max_new_tokens=64).model_dump(mode="json")
+    datasets = {"datasets": [{"source": "reasoning_gym:chain_sum"}]}
+    assert config.parse(tree).longest_response == 64
+    assert config.parse(tree | {"validation": datasets | validation}).longest_response == expected
+
+
 @pytest.mark.parametrize(("chosen", "expected"), [(None, None), ("", "rlinsight"), ("theirs", "theirs,rlinsight")])
 def test_our_stat_logger_is_loaded_whatever_plugins_the_user_chose(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: str | None, expected: str | None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -24,7 +26,7 @@ from core_trainer.rollout.native.engine import NativeEngine
 from core_trainer.types import SamplingParams, Turn
 from rlinsight.config import VllmSection
 from rlinsight.errors import EngineError
-from tests.e2e.test_train import Project
+from tests.e2e.test_train import MARK, Project, _wait_for_step
 from tests.tiny import make_tiny_model
 
 pytestmark = [
@@ -295,3 +297,34 @@ def test_servers_tell_of_themselves(trained: Project) -> None:
         "GROUP BY service_name ORDER BY 1"
     )
     assert [row["service_name"] for row in scraped] == ["vllm-0", "vllm-1"]
+
+
+def test_a_server_that_is_killed_costs_the_run_nothing(directory: Path, tmp_path: Path) -> None:
+    """kill -9 of one of two after the first step: the other samples on, an alert says so, and everything links."""
+    from core_trainer.rollout.vllm.options import REPLICA
+
+    project = Project(tmp_path, directory)
+    project.tree["rollout"] |= {"engine": "vllm_server", "vllm": {"kv_cache_gib": 0.25, "replicas": 2}}
+    project.tree["data"]["max_prompt_tokens"] = 128
+    project.tree["trainer"] |= {"total_steps": 6}
+    process = project.start()
+    _wait_for_step(project, 1)
+    killed = [
+        each.pid
+        for each in psutil.process_iter(["environ", "cmdline"])
+        if (each.info["environ"] or {}).get(MARK) == str(tmp_path)
+        and each.info["environ"].get(REPLICA) == "vllm/0"
+        and "core_trainer.rollout.vllm.serve" in (each.info["cmdline"] or [])
+    ]
+    os.killpg(os.getpgid(killed[0]), signal.SIGKILL)
+    out, err = process.communicate(timeout=800)
+    assert process.returncode == 0, f"{out}\n{err}"
+    assert project.processes() == []
+    for row in project.rows("SELECT * FROM v_linkage"):
+        assert row["n"] > 0, row
+        assert row["linked"] == row["n"], row
+    (alert,) = project.rows("SELECT step, message FROM alerts WHERE rule = 'lost_replica'")
+    assert "replica vllm/0 did not take the weights" in alert["message"]
+    assert project.rows("SELECT steps_done FROM runs") == [{"steps_done": 6}]
+    turns = project.rows("SELECT replica, max(step) AS last FROM turns GROUP BY replica ORDER BY replica")
+    assert turns[0]["last"] <= alert["step"] < turns[1]["last"] == 6, turns

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-import threading
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from core_trainer import lora
 from core_trainer.rollout.dialects import Completions
 from core_trainer.rollout.engine import GenerateRequest, WeightSync
 from core_trainer.rollout.openai import Answer, OpenAIEngine
 from core_trainer.rollout.server import Hints, Server
-from core_trainer.rollout.shared_weights import SharedWeights
 from core_trainer.rollout.vllm.options import IDENTITY_HEADER
 from core_trainer.rollout.vllm.servers import Address
-from core_trainer.rollout.weight_transport import Pushed, paused
+from core_trainer.rollout.weight_transport import FILE, Pushed, WeightFolder, paused
 from core_trainer.types import SamplingParams, Turn
 from rlinsight import names
-from rlinsight.errors import EngineError
 
 LOAD_TIMEOUT_S = 600.0  # of loading weights
 _LOG = "its log is in the run's folder under servers"
@@ -28,45 +24,27 @@ HINTS = Hints(
     unreachable=_LOG,
     silent="raise rollout.request_timeout_s if it is slow",
     model=f"{_LOG}; it has",
+    missing=_LOG,
 )
 
 
 class SharedMemory:
-    """The policy's weights for all servers of this process: written once a version, read by each."""
+    """The servers of this process map the weights once and load them in place, paused, and forget what the old ones
+    computed.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-        self._lock = threading.Lock()
-        self._shared: SharedWeights | None = None
-        self._version: int | None = None
+        self.folder = WeightFolder(model, None)
 
     def push(self, server: Server, policy_version: int) -> Pushed:
-        """Have ``server`` load them in place, paused, and forget what the old ones computed.
-
-        Raises EngineError when it does not take them.
-        """
-        shared = self._at(policy_version)
+        file = self.folder.at(policy_version) / FILE
         with paused(server):
-            (served, *_) = rpc(server, "rlinsight_load_shared", shared.path, timeout_s=LOAD_TIMEOUT_S)
+            (served, *_) = rpc(server, "rlinsight_load_shared", str(file), timeout_s=LOAD_TIMEOUT_S)
             server.call("POST", "/reset_prefix_cache")
-        return Pushed(policy_version, shared.nbytes, served)
+        return Pushed(policy_version, self.folder.nbytes, served)
 
     def close(self) -> None:
-        """Give the memory back; may be called again."""
-        if self._shared is not None:
-            self._shared.close()
-            self._shared = None
-
-    def _at(self, policy_version: int) -> SharedWeights:
-        with self._lock:
-            if self._version is not None and policy_version < self._version:  # asked for long ago, by a slow server
-                raise EngineError(f"policy_version={policy_version} is no longer published, {self._version} is")
-            if self._shared is None or policy_version != self._version:
-                weights = lora.merged_state(self._model)
-                self._shared = self._shared or SharedWeights(weights)
-                self._shared.write(weights)
-                self._version = policy_version
-            return self._shared
+        self.folder.close()
 
 
 class VllmServerEngine(OpenAIEngine):
@@ -98,8 +76,9 @@ class VllmServerEngine(OpenAIEngine):
             params,
             address.model,
             "vllm_server",
+            address.replica,
         )
-        self.replica, self.sleep_level = address.replica, sleep_level
+        self.sleep_level = sleep_level
         self._asleep = False
 
     def sync_weights(self, policy_version: int) -> list[WeightSync]:

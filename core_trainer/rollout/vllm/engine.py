@@ -73,14 +73,14 @@ class VllmEngine:
         section: VllmSection,
         replica: str = "policy/0",
     ) -> None:
-        """``max_length`` tokens of prompt and response are served, or the model's context if that is shorter.
+        """``max_length`` tokens of prompt and response are served, which the model's context must hold.
 
         Raises EngineError when vLLM cannot start, or for options this machine has no use for.
         """
         check_platform(section)
         self.model, self.tokenizer, self.replica = model, tokenizer, replica
         self.stop_token_ids = list(stop_token_ids)
-        self.max_length = min(max_length, getattr(model.config, "max_position_embeddings", max_length))
+        self.max_length = max_length
         self.sleep_level = section.sleep_level
         self.policy_version = 0
         self._weights_lost = False  # sleep level 2 drops them; true until the next sync
@@ -88,7 +88,7 @@ class VllmEngine:
         self._driver: asyncio.Task[None] | None = None
         arguments = {
             "model": str(model_dir),
-            **engine_arguments(section, str(model.dtype).removeprefix("torch."), max_batch_size, self.max_length),
+            **engine_arguments(section, str(model.dtype).removeprefix("torch."), max_batch_size, max_length),
             "distributed_executor_backend": "uni",
             "use_tqdm_on_load": False,
         }

@@ -69,7 +69,8 @@ class VllmServerWorker(Worker):
         check_platform(config.rollout.vllm)
         address = Address(replica, f"http://127.0.0.1:{free_port()}", config.model.source, secrets.token_urlsafe(32))
         dtype = str(models.compute_dtype(config.model.compute_dtype)).removeprefix("torch.")
-        length = _longest(config, models.context_length(model_dir))
+        length = config.data.max_prompt_tokens + config.longest_response
+        length = min(length, models.context_length(model_dir) or length)
         arguments = engine_arguments(config.rollout.vllm, dtype, config.rollout.max_batch_size, length)
         if config.telemetry.enabled and self.job.collector is not None:  # with an address, vLLM makes a span a request
             arguments["otlp_traces_endpoint"] = f"{self.job.collector}/v1/traces"
@@ -127,15 +128,6 @@ class VllmServerWorker(Worker):
             }
         )
         return environment
-
-
-def _longest(config: Config, context: int | None) -> int:
-    """Tokens of the longest sequence the run samples, as far as the model's context goes."""
-    new = config.rollout.max_new_tokens
-    if config.validation is not None:
-        new = max(new, config.validation.max_new_tokens or 0)
-    length = config.data.max_prompt_tokens + new
-    return length if context is None else min(length, context)
 
 
 def launch(
