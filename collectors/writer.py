@@ -32,7 +32,9 @@ MAX_GROUP_BYTES = 16 * 1024**2  # of payload in one transaction: bounds its memo
 # Of resources and scopes in its rows. Usual batches reach the limit above first; many small spans under one large
 # resource took 1.9 GB of memory for 2 MB of payload.
 MAX_GROUP_SHARED_BYTES = 32 * 1024**2
-PATIENCE_S = 0.1  # that producers which deliver by the clock share a transaction: it costs 10 ms, a batch 1 ms
+# That producers which deliver by the clock share a transaction, which costs 10 ms where a batch costs 1. Their threads
+# run when training leaves a processor free: deliveries of one turn were seen to come up to 0.3 s apart.
+PATIENCE_S = 0.5
 
 
 class Overloaded(Exception):

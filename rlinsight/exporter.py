@@ -33,7 +33,7 @@ BACKLOG_BYTES = 2 * 1024**2  # of batches on disk that do not wait for that
 ITEM_BYTES = 15 * 1024**2  # a larger item could not be sent at all
 QUEUE_ITEMS = 100_000
 QUEUE_BYTES = 128 * 1024**2
-HEALTH_S = 5.0
+HEALTH_S = 2 * DELIVER_S  # between two reports, made when a delivery is due
 LAST_WORD_S = 0.5  # for the final report, to disk and then to the collector, when the time to deliver is used up
 
 _log = logging.getLogger(__name__)
@@ -153,13 +153,12 @@ class Exporter:
 
     def _write_loop(self) -> None:
         yield_processors()
-        next_health = time.monotonic() + HEALTH_S
-        turn = time.time() // DELIVER_S
+        health, turn = (time.time() // seconds for seconds in (HEALTH_S, DELIVER_S))
         while not self._closing.is_set():
             flushes = self._wait()
-            if time.monotonic() >= next_health:
+            before, health = health, time.time() // HEALTH_S
+            if health != before:
                 self._report_health()
-                next_health = time.monotonic() + HEALTH_S
             self._drain()
             for written in flushes:
                 written.set()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -26,7 +27,7 @@ from opentelemetry.sdk.metrics.export import MetricReader, MetricsData
 from opentelemetry.sdk.metrics.view import View
 
 from rlinsight import names
-from rlinsight.exporter import Exporter
+from rlinsight.exporter import BATCH_S, Exporter
 from rlinsight.otlp import TOKEN_KEYS, is_text
 from rlinsight.points import Point, split
 from rlinsight.priority import yield_processors
@@ -44,6 +45,8 @@ _log = logging.getLogger(__name__)
 class Meters:
     """Collects from ``providers`` every ``interval_s`` seconds, until told to stop.
 
+    By the wall clock and one write early, so that at the usual interval the points of all processes, their reports of
+    health and what the collector scrapes share one delivery.
     In a thread of its own: observable instruments call other people's code, which may hang. Then this process has no
     more metrics; nothing else waits for it.
     """
@@ -103,7 +106,7 @@ class Meters:
 
     def _wait(self) -> tuple[threading.Event, bool]:
         try:
-            return self._asked.get(timeout=self._interval_s)
+            return self._asked.get(timeout=self._interval_s - (time.time() + BATCH_S) % self._interval_s)
         except queue.Empty:
             return threading.Event(), False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import random
 import signal
 import subprocess
@@ -18,6 +19,8 @@ from opentelemetry import metrics
 from opentelemetry.metrics import Observation
 
 from rlinsight import meters, names, telemetry
+from rlinsight.exporter import BATCH_S
+from rlinsight.wire import DELIVER_S
 from tests.scripted_collector import Collector, attributes, running
 
 METER = metrics.get_meter("a-library", "1.2")
@@ -45,12 +48,28 @@ def observe(name: str, read: Callable[[], Iterable[Observation]]) -> None:
 
 def start(collector: Collector | None, spool: Path, **settings: Any) -> None:
     endpoint = collector.url if collector else None
-    settings = {"metrics_interval_s": 60.0, **settings}
+    settings = {"metrics_interval_s": 1e6, **settings}  # on a multiple of which no test falls
     telemetry.setup("controller", spool_dir=spool, run_id="run-1", attempt=1, endpoint=endpoint, **settings)
 
 
 def health(collector: Collector) -> dict[str, Any]:
     return attributes(collector.events(names.PRODUCER_HEALTH)[-1].attributes)
+
+
+def test_every_process_collects_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One write before a delivery that other processes make too: a transaction of the store holds the points of all."""
+
+    class Asked:
+        def get(self, timeout: float) -> None:
+            moments.append((now + timeout) % DELIVER_S)
+            raise queue.Empty
+
+    unstarted, moments = object.__new__(meters.Meters), list[float]()
+    unstarted._asked, unstarted._interval_s = Asked(), 5.0  # type: ignore[assignment]
+    for now in (1000.0, 1001.3, 1003.7, 1003.8):
+        monkeypatch.setattr(meters.time, "time", lambda now=now: now)
+        unstarted._wait()
+    assert moments == pytest.approx([DELIVER_S - BATCH_S] * 4)
 
 
 def test_metrics_of_any_library_arrive_with_our_resource(collector: Collector, tmp_path: Path) -> None:

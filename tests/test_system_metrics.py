@@ -31,7 +31,7 @@ def stopped() -> Iterator[None]:
 
 def start(collector: Collector, spool: Path, role: str = "controller", system: bool = True) -> None:
     telemetry.setup(
-        role, spool_dir=spool, run_id=f"run-{spool}", attempt=1, endpoint=collector.url, metrics_interval_s=60,
+        role, spool_dir=spool, run_id=f"run-{spool}", attempt=1, endpoint=collector.url, metrics_interval_s=1e6,
         system=system,
     )  # fmt: skip
 
