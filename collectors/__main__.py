@@ -39,7 +39,7 @@ def main() -> int:
     parser.add_argument("--at-once", action="store_true", help="leave them while it starts, too")
     args = parser.parse_args()
     if args.at_once:
-        yield_processors()  # and so do the threads it will start
+        yield_processors(whole_process=True)  # and so do the threads it will start
     logging.basicConfig(level=logging.INFO, format="collector: %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     sys.meta_path.insert(0, _NoPandas())
