@@ -28,6 +28,7 @@ from core_trainer.metrics import TokenStats, token_stats
 from core_trainer.optimizer import MasterOptimizer, OptimizerStats, step_together
 from core_trainer.rollout.build import build_engine
 from core_trainer.rollout.hybrid import HybridEngine, Published
+from core_trainer.rollout.native.engine import NativeEngine
 from core_trainer.rollout.router import Router
 from core_trainer.rollout.sample import Group, Sampler
 from core_trainer.types import Rollout, SamplingParams
@@ -134,7 +135,14 @@ class PolicyWorker(Worker):
             checkpoint.load_optimizer(resume, self.head_optimizer)
 
     def sample(self, groups: Sequence[Group], params: SamplingParams) -> list[Rollout]:
-        """Sample every rollout of the groups."""
+        """Sample every rollout of the groups.
+
+        Nothing sampled before shows: a prefix from the native engine's cache is computed in other shapes than one that
+        is not there, and a run that validates, or resumes, would go on with other bits than one that does not.
+        """
+        engine = self.hybrid.engine
+        if isinstance(engine, NativeEngine):
+            engine.cache.forget()
         with self.hybrid.generating():
             return asyncio.run(self.sampler.sample(groups, params))
 

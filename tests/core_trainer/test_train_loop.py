@@ -99,8 +99,10 @@ def train(path: Path, source: Path, watcher: Watcher, resume: Path | None = None
 
 
 VALIDATION = {"datasets": [{"source": "reasoning_gym:chain_sum", "size": 2}], "every": 1, "max_new_tokens": 4}
+SHARED = {"system_prompt": "Count with care, one digit after the other. " * 4}  # over a block of the engine's cache
 RUNS: dict[str, dict[str, Any]] = {
     "ppo": {
+        "data": SHARED,
         "algorithm": {
             "name": "ppo",
             "num_mini_batches": 2,
@@ -154,6 +156,25 @@ def test_a_stop_and_a_resume_equal_one_go(tmp_path: Path, tiny_model: Path, name
     assert ("critic/value_head.safetensors" in stored) == (name in ("ppo", "shared critic"))
     assert ("adapter_model.safetensors" in stored) == (name == "adapters")
     assert ("reference" in Group.started) == (name in ("ppo", "shared critic", "remax"))
+
+
+@pytest.mark.parametrize("name", ["ppo", "remax"])
+def test_validation_changes_nothing_of_training(tmp_path: Path, tiny_model: Path, name: str) -> None:
+    """Bit for bit, also where its prompts have a beginning in common with those that are trained on."""
+    runs: list[tuple[list[dict[str, float | None]], dict[str, torch.Tensor]]] = []
+    for part, validation in (("with", VALIDATION), ("without", None)):
+        (tmp_path / part).mkdir()
+        watcher, sections = Watcher(), {**RUNS[name], "data": SHARED}
+        sections.pop("validation", None)
+        if validation is not None:
+            sections["validation"] = validation
+        done = train(tmp_path / part, tiny_model, watcher, **sections)
+        assert done.checkpoint is not None
+        runs.append((watcher.steps, load_file(done.checkpoint / "model.safetensors")))
+    (steps, weights), (steps_without, weights_without) = runs
+    assert steps == steps_without
+    assert (steps[-1][names.M_GRAD_NORM] or 0) > 1e-3
+    assert all(torch.equal(weights[key], weights_without[key]) for key in weights)
 
 
 @pytest.mark.parametrize("name", ["ppo", "dapo with correction"])
