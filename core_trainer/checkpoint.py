@@ -64,6 +64,7 @@ class TrainerState:
     fingerprint: dict[str, Any] = field(default_factory=dict)  # what the checkpoint belongs to, from ``fingerprint``
     kl_controller: dict[str, Any] | None = None  # None: the KL coefficient does not adapt
     best: Best | None = None  # None: nothing was validated yet
+    validated: int | None = None  # step of the last validation that did not fail
     extra: dict[str, Any] = field(default_factory=dict)  # state of phases of one's own
 
 

@@ -115,10 +115,10 @@ class Controller:
         self.alerts = Alerts(job.run_id, reporter.stage, compares_groups, cluster.replicas)
         self._first_sync = cluster.ledger
         self._stale: list[Alert] = []  # engines that do not serve what was published
-        self.step, self.best = 0, None
+        self.step, self.best, self.validated = 0, None, None
         self._resumed = cluster.state.extra if cluster.state is not None else {}
         if cluster.state is not None:
-            self.step, self.best = cluster.state.step, cluster.state.best
+            self.step, self.best, self.validated = cluster.state.step, cluster.state.best, cluster.state.validated
             if self.kl_controller is not None and cluster.state.kl_controller is not None:
                 self.kl_controller.load_state_dict(cluster.state.kl_controller)
         self.rewards: list[float] = []
@@ -138,7 +138,8 @@ class Controller:
             self.load_state_dict(self._resumed)
         self._published(self._first_sync)
         self._stop_if_stale()
-        if self.step == 0 and self.validate() and trainer.keep_best:
+        # The initial weights, or those of a resumed step whose validation failed.
+        if self.validated != self.step and self.validate() and trainer.keep_best:
             self._checkpoint()
         while self.step < total and not self.reporter.stop_requested():
             position = self._position()
@@ -173,6 +174,7 @@ class Controller:
         measured = validation.validate(
             self.policy, self.reward, self.validation_sets, self.config, self.step, self.job.attempt
         )
+        self.validated, self.saved = self.step, None  # a checkpoint of this step, if there is one, says it was not
         value = validation.best_metric(measured, section)
         if value is None:
             metric = "/".join(section.best)
@@ -578,7 +580,7 @@ class Controller:
     def _state(self) -> TrainerState:
         controller = self.kl_controller.state_dict() if self.kl_controller is not None else None
         sampler, extra = self._position()
-        return TrainerState(self.step, sampler, self.fingerprint, controller, self.best, extra)
+        return TrainerState(self.step, sampler, self.fingerprint, controller, self.best, self.validated, extra)
 
     def _savers(self) -> dict[str, Callable[[Path], object]]:
         """Who writes which part of a checkpoint."""

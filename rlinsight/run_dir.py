@@ -133,7 +133,8 @@ def find(config: Config | SftConfig, wanted: str | None) -> RunDir:
         raise CheckpointError(f"run {run.run_id} has no checkpoint under {run.path / 'checkpoints'}; start a new run")
     done = checkpoint_step(checkpoint)
     total = config.trainer.total_steps
-    if total is not None and done >= total:  # how many steps epochs come to, only the data tells
+    finished = total is not None and done >= total  # how many steps epochs come to, only the data tells
+    if finished and not (done == total and _lacks_validation(config, checkpoint)):
         raise CheckpointError(
             f"run {run.run_id} has done {done} steps and trainer.total_steps={total}; "
             f"set trainer.total_steps={2 * done} to train on"
@@ -166,6 +167,17 @@ def _newest(config: Config | SftConfig) -> RunDir:
             f"no run called {config.run.name!r} under {config.run.dir}; start one without --resume, or name a run id"
         )
     return RunDir(config.run.dir / names[-1])
+
+
+def _lacks_validation(config: Config | SftConfig, checkpoint: Path) -> bool:
+    """Whether the validation of the step failed after it, which a resume makes up for."""
+    if isinstance(config, SftConfig) or config.validation is None:
+        return False
+    try:
+        state = json.loads((checkpoint / "trainer.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return state.get("validated") != checkpoint_step(checkpoint)
 
 
 def _check_same_experiment(run: RunDir, config: Config | SftConfig) -> None:

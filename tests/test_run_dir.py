@@ -103,6 +103,24 @@ def test_a_finished_run_needs_more_steps(tmp_path: Path) -> None:
     assert run_dir.find(settings(tmp_path, trainer={"total_steps": 11}), None)
 
 
+def test_a_finished_run_whose_last_validation_failed_is_resumed_for_it(tmp_path: Path) -> None:
+    """Unless it validates nothing, or its checkpoint does not tell."""
+    validated = {"validation": {"datasets": [{"source": "held_out.jsonl"}]}}
+    run = stopped_run(tmp_path, step=10, **validated)
+    state = run.path / "checkpoints" / "step-10" / "trainer.json"
+    for content in (None, {"validated": 10}):
+        if content is not None:
+            state.write_text(json.dumps(content))
+        with pytest.raises(CheckpointError, match="has done 10 steps"):
+            run_dir.find(settings(tmp_path, **validated), None)
+    state.write_text(json.dumps({"validated": 9}))
+    assert run_dir.find(settings(tmp_path, **validated), None).path == run.path
+    with pytest.raises(CheckpointError, match="has done 10 steps"):
+        run_dir.find(settings(tmp_path, trainer={"total_steps": 9}, **validated), None)
+    with pytest.raises(CheckpointError, match="has done 10 steps"):
+        run_dir.find(settings(tmp_path), None)
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -634,6 +634,39 @@ def test_a_failed_validation_keeps_the_step_before_it(tmp_path: Path, monkeypatc
     assert (checkpoint.read_state(saved).step, checkpoint.read_state(saved).sampler["position"]) == (1, 2)
 
 
+@pytest.mark.parametrize("fails_at", [1, 2])
+def test_a_failed_validation_is_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int) -> None:
+    """By the resume, before it trains on, also after the last step; and once, also where it made no new best."""
+    tried: list[int] = []
+    failing = [fails_at]
+
+    def validate(*args: Any) -> list[Any]:
+        tried.append(args[4])
+        if args[4] in failing:
+            raise RewardError("lost")
+        return []
+
+    monkeypatch.setattr("core_trainer.validation.validate", validate)
+    monkeypatch.setattr("core_trainer.validation.best_metric", lambda *args: float(tried[-1]))
+    validation = {"datasets": [{"source": "v.jsonl"}], "every": 1}
+    bench = Bench(tmp_path, by_index, validation=validation, trainer={"keep_best": True})
+    with pytest.raises(RewardError):
+        bench.train()
+    saved = checkpoint.checkpoints(tmp_path / "checkpoints")[-1]
+    assert checkpoint.read_state(saved).validated == fails_at - 1
+    failing.clear()
+    for expected in ([fails_at, *range(fails_at + 1, 3)], []):
+        tried.clear()
+        bench.job = replace(bench.job, resume=saved)
+        bench.cluster.state = checkpoint.resume(saved, {})
+        bench.cluster.sampler.load_state_dict(bench.cluster.state.sampler)
+        summary = bench.train()
+        saved = summary.checkpoint
+        assert (tried, summary.status, summary.step) == (expected, "finished", 2)
+        assert checkpoint.best(tmp_path / "checkpoints") == saved
+        assert checkpoint.read_state(saved).validated == 2
+
+
 def test_the_best_checkpoint_is_written_when_validation_improves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
