@@ -4,7 +4,9 @@
 
 The task: answer arithmetic whose result is odd with the letter e, and other arithmetic with the letter o, eight of them
 in twelve tokens. The model starts from random weights and scores about 0.25 by chance; 1 is a perfect answer, and a
-policy that ignores the prompt can reach 0.5. A recipe solves it when the reward of its last five steps is at least 0.8
+policy that ignores the prompt can reach 0.5. The KL penalty of the recipes that have one is off: it would hold the
+policy to a model that knows nothing. ReMax, whose only baseline is the reward of one greedy response, learns from a
+noisier signal and has twice the steps. A recipe solves it when the reward of its last five steps is at least 0.8
 in the mean over seeds. ``--folder`` keeps the runs, and those that are whole there are not trained again; several
 processes can work on different presets in one. Results go to benchmarks/results/learning.md. Uses the ``rlinsight``
 command as a user would, and SQL to read the outcome.
@@ -63,7 +65,8 @@ def main() -> None:
             make_tiny_model(model)
         (folder / "reward.py").write_text(REWARD)
         for preset in options.presets:
-            runs = [train(folder, model, preset, seed, options.steps) for seed in options.seeds]
+            steps = options.steps * (2 if preset == "remax" else 1)
+            runs = [train(folder, model, preset, seed, steps) for seed in options.seeds]
             rows.append((preset, runs))
             print(row(preset, runs), file=sys.stderr)
     options.output.write_text(report(rows, options))
@@ -83,7 +86,7 @@ def train(folder: Path, model: Path, preset: str, seed: int, steps: int) -> dict
         },
         "reward": {"functions": [{"type": "function", "function": "reward.py:letters"}]},
         "rollout": {"group_size": 8, "max_new_tokens": 12},
-        "algorithm": {"name": preset},
+        "algorithm": {"name": preset, "kl": None},
         "trainer": {"total_steps": steps, "prompts_per_step": 16, "learning_rate": 2e-3, "warmup_steps": 5},
         "telemetry": {"store": str(folder / "store.duckdb"), "system_metrics": False},
     }
@@ -113,9 +116,10 @@ def row(preset: str, runs: list[dict[str, Any]]) -> str:
     spread = f"{statistics.stdev(last):.3f}" if len(last) > 1 else ""
     seconds = statistics.mean(run["seconds"] / len(run["rewards"]) for run in runs)
     solved = "yes" if statistics.mean(last) >= SOLVED else "no"
+    steps = len(runs[0]["rewards"])
     return (
-        f"| {preset} | {statistics.mean(first):.3f} | {statistics.mean(last):.3f} | {spread} | {min(last):.3f} "
-        f"| {solved} | {seconds:.2f} |"
+        f"| {preset} | {steps} | {statistics.mean(first):.3f} | {statistics.mean(last):.3f} | {spread} "
+        f"| {min(last):.3f} | {solved} | {seconds:.2f} |"
     )
 
 
@@ -128,15 +132,14 @@ def report(rows: list[tuple[str, list[dict[str, Any]]]], options: argparse.Names
         "",
         f"    python benchmarks/learning.py --presets {presets} --seeds {seeds} --steps {options.steps}",
         "",
-        f"On {machine}, {time.strftime('%Y-%m-%d')}: a random two-layer model, {options.steps} steps of 16 prompts "
+        f"On {machine}, {time.strftime('%Y-%m-%d')}: a random two-layer model, steps of 16 prompts "
         f"with 8 rollouts each, seeds {seeds}. The task is described in `benchmarks/learning.py`; 1 is perfect, 0.5 is "
-        "what "
-        f"a policy that ignores the prompt can reach, and solved means at least {SOLVED} over the last {WINDOW} steps "
-        "in the mean over seeds.",
+        f"what a policy that ignores the prompt can reach, and solved means at least {SOLVED} over the last {WINDOW} "
+        "steps in the mean over seeds. KL penalties are off.",
         "",
-        f"| preset | first {WINDOW} steps | last {WINDOW} steps, mean over seeds | std over seeds | worst seed "
+        f"| preset | steps | first {WINDOW} steps | last {WINDOW} steps, mean over seeds | std over seeds | worst seed "
         "| solved | s a step |",
-        "|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|",
         *(row(preset, runs) for preset, runs in rows),
         "",
         "Reward at every tenth step, first seed:",
