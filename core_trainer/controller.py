@@ -313,8 +313,15 @@ class Controller:
     def update(self, step: Step) -> None:
         """Epochs over mini-batches, each one optimizer step of the critic, if there is one, and of the policy.
 
-        Token statistics are those of the last epoch. The critic's first steps may be its alone.
+        Token statistics are those of the last epoch. The critic's first steps may be its alone. Raises TrainingError
+        when the policy has been updated in this step and the log-probs from before that are not known.
         """
+        if step.updates and any(sample.old_log_probs is None for sample in step.samples):
+            raise TrainingError(
+                f"train_step updates the policy again in step {step.index} on samples without old log-probs, which one "
+                "update of one mini-batch does without; set algorithm.num_mini_batches or num_epochs to 2 or more, or "
+                "update once"
+            )
         num_epochs, critic = self.config.algorithm.num_epochs, self.config.algorithm.model_critic
         policy_learns = critic is None or step.index > critic.warmup_steps
         with self.phase(names.TRAIN):

@@ -14,7 +14,7 @@ from core_trainer.batch import to_samples
 from core_trainer.batching import TrainSample
 from core_trainer.controller import Controller, Step
 from rlinsight import names
-from rlinsight.errors import ConfigError
+from rlinsight.errors import ConfigError, TrainingError
 from tests.core_trainer import test_controller
 from tests.core_trainer.test_controller import DECOUPLED, Bench, Recorded, by_index
 
@@ -57,6 +57,15 @@ def test_a_step_without_collect_may_update_twice(tmp_path: Path, recorded: Recor
     assert bench.count("policy.optim_step") == controller.policy_version == 2 * 2 * 2 * 3
     mine = [a[names.METRIC_VALUE] for name, a in recorded if a.get(names.METRIC_NAME) == "mine/answer"]
     assert mine == bench.metric("mine/answer") == [42.0, 42.0]
+
+
+def test_a_second_update_needs_old_log_probs(tmp_path: Path) -> None:
+    """With one mini-batch their pass is skipped; a second update would take its own forward for the old weights'."""
+    bench = Bench(tmp_path, by_index)
+    with pytest.raises(TrainingError, match="updates the policy again in step 1 on samples without old log-probs"):
+        run(bench, Sampling)
+    assert bench.count("policy.optim_step") == 1
+    assert checkpoint.checkpoints(tmp_path / "checkpoints") == []
 
 
 def test_losses_are_means_over_the_mini_batches_they_sum(tmp_path: Path) -> None:
