@@ -27,7 +27,8 @@ def _empty():
 
 
 def _clear() -> None:
-    for table in ("steps", "otel_spans", "turns", "serving_requests", "weight_syncs", "worker_calls", "span_starts"):
+    calls = ("worker_calls", "span_starts", "producer_health")
+    for table in ("steps", "otel_spans", "turns", "serving_requests", "weight_syncs", *calls):
         CON.execute(f"DELETE FROM {table}")
 
 
@@ -185,6 +186,41 @@ def test_a_rank_counts_from_the_start_of_its_call():
     _insert("span_starts", started)
     found = CON.execute("SELECT step, rank, calls, expected_calls FROM missing_ranks('r')").fetchall()
     assert found == [(2, 2, 0, 1)]
+
+
+@pytest.mark.parametrize("known_by", ["another call", "its health", "the size"])
+def test_a_rank_that_never_made_a_call_is_missing_in_the_first_one(known_by):
+    """Ranks 0 and 1 have begun their first update. Another call, its health or the group's size tells of rank 2."""
+    begun = KEY | {"method": "update", "name": "rl.worker.call", "start_ns": 5}
+    for rank in range(2):
+        _insert("span_starts", begun | {"lane": f"policy/{rank}", "rank": rank, "span_id": f"u{rank}"})
+    start = KEY | {"step": None, "method": "start", "start_ns": 1, "world_size": 3}
+    if known_by == "its health":
+        for service in ("rlinsight.policy", "rlinsight.reference"):  # the latter is another group's
+            _insert("producer_health", {"run_id": "r", "attempt": 1, "service_name": service, "rank": 2})
+        _insert("producer_health", {"run_id": "r", "attempt": 1, "service_name": "rlinsight.reference", "rank": 3})
+    else:
+        for rank in range(3 if known_by == "another call" else 1):
+            size = {"world_size": None} if known_by == "another call" else {}
+            call = {"lane": f"policy/{rank}", "rank": rank, "span_id": f"s{rank}"}
+            _insert("worker_calls", start | call | size)
+    found = CON.execute("SELECT method, rank, calls, expected_calls FROM missing_ranks('r') WHERE step = 1").fetchall()
+    assert found == [("update", 2, 0, 1)]
+
+
+def test_what_one_rank_does_alone_is_missing_nowhere():
+    """A checkpoint under way outside a step, a call that ended well in one. One that failed or is open in it is not."""
+    for rank in range(2):
+        call = {"method": "start", "lane": f"policy/{rank}", "rank": rank, "span_id": f"s{rank}", "start_ns": 1}
+        _insert("worker_calls", KEY | call | {"step": None, "status_code": 1})
+    alone = {"lane": "policy/0", "rank": 0, "start_ns": 5}
+    _insert("span_starts", KEY | alone | {"step": None, "method": "save", "name": "rl.worker.call", "span_id": "a"})
+    _insert("worker_calls", KEY | alone | {"method": "probe", "span_id": "b", "status_code": 1})
+    assert CON.execute("FROM missing_ranks('r')").fetchall() == []
+    _insert("span_starts", KEY | alone | {"method": "update", "name": "rl.worker.call", "span_id": "c"})
+    _insert("worker_calls", KEY | alone | {"method": "log_probs", "span_id": "d", "status_code": 2})
+    found = CON.execute("SELECT method, rank FROM missing_ranks('r') ORDER BY method").fetchall()
+    assert found == [("log_probs", 1), ("update", 1)]
 
 
 def test_a_step_of_several_updates_does_not_make_its_rollouts_old_at_its_start():

@@ -36,7 +36,7 @@ FAULTS = {
     "truncation": "every rollout hits the length cap and earns nothing",
     "gap": "nobody works for 10 s before the old log-probs",
     "straggler": "sample 1 of group 2 waits in the queue and ends when all others are long done",
-    "missing_rank": "in the open step after the last, rank 0 has begun its update and rank 1 has not",
+    "missing_rank": "in the open step after the last, all ranks have begun their update but the last one",
     "hung": "the open step after the last goes on for ever, while its processes report that they live",
     "starved_engine": "replica 1 has nothing to do while the step samples",
     "zero_variance": "every rollout of every group fails",

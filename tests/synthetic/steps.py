@@ -110,7 +110,8 @@ def _open_step(
     attributes = {names.STEP_INDEX: step, names.PHASE: "sample", names.LANE: "controller", names.START_PARENT: root}
     controller.start(names.SAMPLE, start_ns + SECOND // 20, attributes, trace, phase)
     if "missing_rank" in run.faults:
-        for policy, method in (*((policy, "generate") for policy in policies), (policies[0], "update")):
+        begun = [(policy, "generate") for policy in policies] + [(policy, "update") for policy in policies[:-1]]
+        for policy, method in begun:
             inside = {names.STEP_INDEX: step, names.METHOD: method, names.LANE: policy.lane}
             attributes = {**inside, names.START_PARENT: phase}
             policy.start(names.WORKER_CALL, start_ns + SECOND // 10, attributes, trace, new_span_id(random_))
@@ -246,6 +247,7 @@ def _ppo_metrics(step: int, rollouts: list[dict[str, Any]], group_size: int) -> 
         names.M_VALUE_MEAN: 0.6 - 0.4 * 0.8**step,
         names.M_RETURN_MEAN: 0.6 - 0.2 * 0.9**step,
         names.M_CRITIC_GRAD_NORM: 1 + share,
+        **{metric: (1 + i) * share for i, metric in enumerate(names.M_CRITIC_GRAD_NORM_GROUPS.values())},
         names.M_CRITIC_LR: 1e-5,
         names.M_KL_COEF: 0.01 * 1.1**step,
         names.M_KL_REWARD: 0.03 * step,
