@@ -316,17 +316,20 @@ class Writer:
         if table not in self._incoming:
             incoming = _Incoming(rows)
             self._con.register(f"incoming_{table}", incoming)
+            self._con.execute(f"PREPARE insert_{table} AS INSERT INTO {table} SELECT * FROM incoming_{table}")
             self._incoming[table] = incoming
         incoming = self._incoming[table]
         incoming.rows = rows
         try:
-            self._con.execute(f"INSERT INTO {table} SELECT * FROM incoming_{table}")
+            self._con.execute(f"EXECUTE insert_{table}")
         finally:
             incoming.rows = rows.schema.empty_table()
 
 
 class _Incoming:
-    """What DuckDB reads the rows of one table from. Registering rows anew for each INSERT would cost as much as it."""
+    """What DuckDB reads the rows of one table from, in a statement planned once: of an INSERT of few rows, registering
+    them and planning take most of the time.
+    """
 
     def __init__(self, rows: pa.Table) -> None:
         self.rows = rows
