@@ -16,7 +16,10 @@ from core_trainer.types import Rollout
 from rlinsight import names, telemetry
 from rlinsight.schema import quoted
 
-MISMATCH_KL = 0.01  # nats a token between engine and trainer: more than rounding, so one of them is wrong
+# Between engine and trainer, in nats a token: more than rounding, so one of them is wrong. The gap is the mean
+# |difference| of log-probs and tells what is off everywhere; the KL, about half its square, what is far off somewhere.
+MISMATCH_GAP = 0.05
+MISMATCH_KL = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +114,16 @@ class Alerts:
     def finished(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """After a step, from its metrics."""
         apart, silent = [], []
-        kl = metrics.get(names.M_ROLLOUT_KL)
+        gap, kl = metrics.get(names.M_ROLLOUT_ABS), metrics.get(names.M_ROLLOUT_KL)
+        over = []
+        if gap is not None and not gap <= MISMATCH_GAP:
+            over.append(f"{gap:.2g} nats a token from those the engine sampled with, over {MISMATCH_GAP:g}")
         if kl is not None and not kl <= MISMATCH_KL:
+            over.append(f"a KL of {kl:.2g} nats a token from the engine's, over {MISMATCH_KL:g}")
+        if over:
             message = (
-                f"in step {step} the trainer's log-probs are {kl:.2g} nats a token from those the engine sampled with, "
-                f"over {MISMATCH_KL:g}: weights that are not the same, or more than rounding between the kernels"
+                f"in step {step} the trainer's log-probs are {' and '.join(over)}: weights that are not the same, or "
+                "more than rounding between the kernels"
             )
             steps = f"first_step := {step}, last_step := {step}"
             evidence = f"FROM mismatch_by_cause({self._run}, {steps}) ORDER BY gap DESC"
