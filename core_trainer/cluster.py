@@ -21,6 +21,7 @@ from core_trainer.checkpoint import TrainerState
 from core_trainer.data import PromptSampler, check_lengths, load_prompts
 from core_trainer.job import Job, Reporter
 from core_trainer.rollout.hybrid import Published
+from core_trainer.rollout.sample import time_limit_s
 from core_trainer.validation import ValidationSet, load_sets
 from core_trainer.workers.critic import CriticWorker
 from core_trainer.workers.policy import CRITIC, PolicyWorker
@@ -33,6 +34,7 @@ from rlinsight.errors import EngineError, WorkerError
 
 ABORT_TIMEOUT_S = 2.0  # how long workers may take to deliver telemetry when the run is cut short
 CLOSE_TIMEOUT_S = 15.0
+START_TIMEOUT_S = 3600.0  # a worker that loads its model or hands its engine weights for so long hangs
 # The autoscaler, the dashboard with its usage report, and the monitor that prints workers' logs: a run on one machine
 # uses none, and each is a Python process that takes seconds of a processor to start, the dashboard before any worker.
 IDLE_SERVICES = ("start_monitor", "start_api_server", "start_log_monitor")
@@ -100,20 +102,24 @@ class Cluster:
             self.reference = self._spawn(WorkerGroup(ReferenceWorker, "reference", workers, job, config, resource))
         if own_critic is not None:
             self.critic = self._spawn(WorkerGroup(CriticWorker, CRITIC, workers, job, config, own_critic, resource))
-        self.reward.call("start", [*prompts, *(prompt for each in self.validation_sets for prompt in each.prompts)])
+        limit_s = start_limit_s(config)
+        checked = [*prompts, *(prompt for each in self.validation_sets for prompt in each.prompts)]
+        self.reward.call("start", checked, timeout_s=limit_s)
         servers = self._start_servers(model_dir, resource) if num_servers(config) else []
-        names_by_rank = self.policy.call("start", model_dir, job.resume, free_port() if workers > 1 else None, servers)
+        port = free_port() if workers > 1 else None
+        names_by_rank = self.policy.call("start", model_dir, job.resume, port, servers, timeout_s=limit_s)
         self.replicas = [name for replicas in names_by_rank for name in replicas]
         if self.reference is not None:
-            self.reference.call("start", model_dir)
+            self.reference.call("start", model_dir, timeout_s=limit_s)
         if self.critic is not None:
             resume = job.resume / CRITIC if job.resume else None
-            self.critic.call("start", critic_dir, resume, free_port() if workers > 1 else None)
+            port = free_port() if workers > 1 else None
+            self.critic.call("start", critic_dir, resume, port, timeout_s=limit_s)
         if state is not None:
             self.state = state
             self.sampler.load_state_dict(state.sampler)
             self.policy_version = self.policy.call("version")[0]
-        self.ledger = self.policy.call("sync_weights")
+        self.ledger = self.policy.call("sync_weights", timeout_s=limit_s)
 
     def _start_servers(self, model_dir: Path, resource: dict[names.Name, str]) -> list[Any]:
         """The run's own vLLM servers; their addresses."""
@@ -123,7 +129,7 @@ class Cluster:
         self.reporter.stage(f"{section.replicas} vLLM servers")
         gpus = float(section.tensor_parallel_size) if torch.cuda.is_available() else 0.0  # untested
         group = WorkerGroup(VllmServerWorker, "vllm", section.replicas, self.job, config, resource, num_gpus=gpus)
-        return self._spawn(group).call("start", model_dir)
+        return self._spawn(group).call("start", model_dir, timeout_s=start_limit_s(config))
 
     def _spawn(self, group: WorkerGroup) -> WorkerGroup:
         self._groups.append(group)
@@ -178,6 +184,11 @@ def _without_idle_services() -> Iterator[None]:
     finally:
         for name, method in kept.items():
             setattr(Node, name, method)
+
+
+def start_limit_s(config: Config) -> float:
+    """Seconds after which a worker that starts or takes weights is stuck: its engine may have requests to wait for."""
+    return max(START_TIMEOUT_S, time_limit_s(config.rollout))
 
 
 def has_reference(config: Config) -> bool:

@@ -30,7 +30,7 @@ from core_trainer.algorithms import kl, registry, shaping
 from core_trainer.batch import attach, mini_batches, to_samples
 from core_trainer.batching import TrainSample
 from core_trainer.checkpoint import TrainerState
-from core_trainer.cluster import Cluster
+from core_trainer.cluster import Cluster, start_limit_s
 from core_trainer.job import Job, Reporter, RunSummary, StepReport
 from core_trainer.metrics import TokenStats, emit, rollout_metrics
 from core_trainer.optimizer import OptimizerStats, update_metrics
@@ -368,7 +368,8 @@ class Controller:
     def sync(self, step: Step) -> None:
         """Publish the new weights to the rollout engines."""
         with self.phase(names.SYNC):
-            self._published(self.policy.call("sync_weights", step=step.index))
+            limit_s = start_limit_s(self.config)
+            self._published(self.policy.call("sync_weights", step=step.index, timeout_s=limit_s))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Span]:

@@ -36,23 +36,23 @@ class WorkerGroup:
         actor = ray.remote(worker).options(num_cpus=0, num_gpus=num_gpus, max_concurrency=1)  # type: ignore[attr-defined]
         self._actors = [actor.remote(Place(role, rank, world_size), *args) for rank in range(world_size)]
 
-    def call(self, method: str, *args: Any, step: int | None = None) -> list[Any]:
-        """Same arguments to every rank; results in rank order."""
-        return self._dispatch(method, [args] * self.world_size, step)
+    def call(self, method: str, *args: Any, step: int | None = None, timeout_s: float | None = None) -> list[Any]:
+        """Same arguments to every rank; results in rank order.
+
+        Raises WorkerError, as does every later call, when a rank has not answered after ``timeout_s``: it hangs.
+        """
+        return self._dispatch(method, [args] * self.world_size, step, timeout_s)
 
     def scatter(
         self, method: str, parts: Sequence[Any], *args: Any, step: int | None = None, timeout_s: float | None = None
     ) -> list[Any]:
-        """``parts[rank]`` as the first argument of each rank; results in rank order.
-
-        Raises WorkerError, as does every later call, when a rank has not answered after ``timeout_s``: it hangs.
-        """
+        """``parts[rank]`` as the first argument of each rank; results in rank order. ``timeout_s`` as in ``call``."""
         return self._dispatch(method, [(part, *args) for part in parts], step, timeout_s)
 
     def call_rank(self, rank: int, method: str, *args: Any, step: int | None = None) -> Any:
         """One rank alone."""
         carrier = telemetry.inject()
-        return self._collect([self._actors[rank].execute.remote(method, carrier, step, args)])[0]
+        return self._collect(method, [self._actors[rank].execute.remote(method, carrier, step, args)])[0]
 
     def split_groups(self, samples: Sequence[TrainSample]) -> list[list[TrainSample]]:
         """One part per rank, groups kept whole, tokens balanced; ``batch.attach`` puts results back."""
@@ -76,17 +76,18 @@ class WorkerGroup:
     ) -> list[Any]:
         carrier = telemetry.inject()
         calls = zip(self._actors, args, strict=True)
-        return self._collect([actor.execute.remote(method, carrier, step, each) for actor, each in calls], timeout_s)
+        references = [actor.execute.remote(method, carrier, step, each) for actor, each in calls]
+        return self._collect(method, references, timeout_s)
 
-    def _collect(self, references: list[Any], timeout_s: float | None = None) -> list[Any]:
+    def _collect(self, method: str, references: list[Any], timeout_s: float | None = None) -> list[Any]:
         if self._hung is not None:
             raise self._hung
         try:
             return ray.get(references, timeout=timeout_s)
         except GetTimeoutError:
             self._hung = WorkerError(
-                f"a {self.role} worker has not answered for {timeout_s:g} s: it hangs; go on from the last checkpoint "
-                "with --resume"
+                f"a {self.role} worker has not answered {method} for {timeout_s:g} s: it hangs; go on from the last "
+                "checkpoint with --resume"
             )
             raise self._hung from None
         except RayTaskError as error:

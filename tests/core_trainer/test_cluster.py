@@ -57,3 +57,10 @@ def test_every_worker_has_a_process_that_waits_for_it(tree: dict[str, Any], expe
         "trainer": {"num_workers": 2},
     }
     assert cluster.num_processes(config.parse(base | tree)) == expected
+
+
+def test_a_start_has_an_hour_or_as_long_as_requests_take() -> None:
+    """A short ``request_timeout_s`` does not cut off the loading of a model, a long one is waited for."""
+    base = {"model": {"source": "m"}, "data": {"train": "d.jsonl"}, "reward": {"functions": [{"type": "numeric"}]}}
+    for rollout, expected in (({"request_timeout_s": 5}, 3600), ({"request_timeout_s": 4000, "retries": 1}, 8060)):
+        assert cluster.start_limit_s(config.parse(base | {"rollout": rollout})) == expected

@@ -37,7 +37,8 @@ class Workers:
     def __init__(self, calls: list[str], role: str, world_size: int = 1) -> None:
         self.calls, self.role, self.world_size = calls, role, world_size
 
-    def call(self, method: str, *args: Any, step: int | None = None) -> list[Any]:
+    def call(self, method: str, *args: Any, step: int | None = None, timeout_s: float | None = None) -> list[Any]:
+        assert (timeout_s is not None) == (method == "sync_weights")
         return self.scatter(method, [], *args) if method == "score" else self.scatter(method, [None], *args)
 
     def scatter(

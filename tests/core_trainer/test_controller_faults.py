@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +196,8 @@ def test_steps_that_never_sync_are_not_stale(tmp_path: Path, recorded: Recorded)
     assert alerts(recorded) == []
 
 
-def test_a_worker_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", ["sample", "start", "sync_weights"])
+def test_a_worker_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """After the time given, and at once from then on: a checkpoint asked of it would wait for ever."""
     waited: list[float | None] = []
 
@@ -213,8 +215,9 @@ def test_a_worker_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(worker_group.ray, "get", get)
     monkeypatch.setattr(worker_group.ray, "remote", Actor())
     group = WorkerGroup(Worker, "policy", 2)
-    with pytest.raises(WorkerError, match="a policy worker has not answered for 7 s: it hangs; go on from the last"):
-        group.scatter("sample", [[], []], timeout_s=7)
-    with pytest.raises(WorkerError, match="has not answered for 7 s"):
+    ask = partial(group.scatter, method, [[], []]) if method == "sample" else partial(group.call, method)
+    with pytest.raises(WorkerError, match=f"a policy worker has not answered {method} for 7 s: it hangs; go on from"):
+        ask(timeout_s=7)
+    with pytest.raises(WorkerError, match=f"has not answered {method} for 7 s"):
         group.call_rank(0, "save")
     assert waited == [7]

@@ -203,7 +203,7 @@ from tests.core_trainer import test_train_loop as loop
 
 
 class Group(loop.Group):
-    def call(self, method, *args, step=None):
+    def call(self, method, *args, step=None, timeout_s=None):
         return [getattr(self.worker, method)(*args)]  # with as many threads as there are cores
 
 

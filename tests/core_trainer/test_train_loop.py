@@ -30,7 +30,8 @@ class Group:
         self.worker = worker(Place(role, 0, 1), *args)
         Group.started.append(role)
 
-    def call(self, method: str, *args: Any, step: int | None = None) -> list[Any]:
+    def call(self, method: str, *args: Any, step: int | None = None, timeout_s: float | None = None) -> list[Any]:
+        assert (timeout_s is not None) == (method in ("start", "sync_weights"))
         torch.set_num_threads(1)
         return [getattr(self.worker, method)(*args)]
 
