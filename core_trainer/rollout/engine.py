@@ -45,6 +45,8 @@ class WeightSync:
     in_flight: int = 0  # requests when the sync began
     aborted: int = 0  # of those
     checksum_served: str | None = None  # of the weights the replica has now; None where it cannot tell
+    start_ns: int | None = None  # unix times of its own part, where others took theirs meanwhile
+    end_ns: int | None = None
 
 
 class RolloutEngine(Protocol):

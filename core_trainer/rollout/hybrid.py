@@ -83,19 +83,19 @@ class HybridEngine:
         with self.generating(), checksum.weights_at_rest():
             start_ns = time.time_ns()
             facts = {names.POLICY_VERSION: policy_version, names.ENGINE: self.engine.name, names.BUCKET: "overhead"}
-            replica = {names.REPLICA: self.engine.replica}
-            with telemetry.span(names.WEIGHT_SYNC, facts | replica) as span:
-                trained = checksum.of(lora.merged_state(self._model).items())
-                try:
-                    syncs = self.engine.sync_weights(policy_version)
-                except Exception as error:  # whatever it is, the ledger's span says that no weights were taken
-                    span.set({names.CHECKSUM_TRAINED: trained, names.ERROR_TYPE: type(error).__name__})
-                    raise
-                ledger = [Published(policy_version, trained, sync) for sync in syncs]
-                span.set(_facts(ledger[0]))
+            trained = checksum.of(lora.merged_state(self._model).items())
+            try:
+                syncs = self.engine.sync_weights(policy_version)
+            except Exception as error:  # whatever it is, the ledger's span says that no weights were taken
+                failed = {names.CHECKSUM_TRAINED: trained, names.ERROR_TYPE: type(error).__name__}
+                facts |= {names.REPLICA: self.engine.replica} | failed
+                telemetry.record_span(names.WEIGHT_SYNC, start_ns, time.time_ns(), facts, error=error)
+                raise
             end_ns = time.time_ns()
-            for entry in ledger[1:]:  # the engine's other replicas took theirs in the same time
-                telemetry.record_span(names.WEIGHT_SYNC, start_ns, end_ns, facts | _facts(entry))
+            ledger = [Published(policy_version, trained, sync) for sync in syncs]
+            for entry in ledger:
+                began, ended = entry.sync.start_ns or start_ns, entry.sync.end_ns or end_ns
+                telemetry.record_span(names.WEIGHT_SYNC, began, ended, facts | _facts(entry))
         return ledger
 
     def close(self) -> None:

@@ -14,9 +14,11 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import aclosing, contextmanager
 from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
 
-from core_trainer.rollout.engine import Chunk, GenerateRequest, RolloutEngine, WeightSync
+from core_trainer.rollout.engine import Chunk, GenerateRequest, PauseMode, RolloutEngine, WeightSync
 from core_trainer.types import Turn
 from rlinsight import names, telemetry
 from rlinsight.errors import EngineError, RequestRefused
@@ -29,11 +31,19 @@ SPILL_REQUESTS, SPILL_RATIO = 8, 1.5
 logger = logging.getLogger(__name__)
 
 
+class PausingEngine(RolloutEngine, Protocol):
+    """One that can be told what becomes of requests in flight when its weights change."""
+
+    def sync_weights(self, policy_version: int, pause_mode: PauseMode = "wait") -> list[WeightSync]:
+        """See RolloutEngine."""
+        ...
+
+
 @dataclass(eq=False, slots=True)
 class Replica:
     """An engine and what the router knows of it."""
 
-    engine: RolloutEngine
+    engine: PausingEngine
     load: int = 0  # tokens of prompt and response of the requests it has, at most
     num_routed: int = 0
     failures: int = 0  # in a row
@@ -61,7 +71,7 @@ class Router:
 
     def __init__(
         self,
-        engines: Sequence[RolloutEngine],
+        engines: Sequence[PausingEngine],
         clock: Callable[[], float] = time.monotonic,
         come_back: bool = True,
     ) -> None:
@@ -76,33 +86,32 @@ class Router:
         self._sessions: dict[str, Replica] = {}
         self._at: dict[str, Replica] = {}  # by request id, until answered
 
-    def sync_weights(self, policy_version: int) -> list[WeightSync]:
+    def sync_weights(self, policy_version: int, pause_mode: PauseMode = "wait") -> list[WeightSync]:
         """All at once. A replica that does not take them is not used until it does; EngineError when none did.
 
         Those that have failed to before, or hang, are left to ``_restore``: each would cost every sync its silence.
         """
         self.policy_version = policy_version
         self._sessions.clear()  # what the old weights computed is of no use
-        start_ns = time.time_ns()
         asked = [replica for replica in self.replicas if replica.may_take_weights] or self.replicas
         with ThreadPoolExecutor(len(asked)) as pool:
-            results = list(pool.map(self._sync_alone, asked))
+            results = list(pool.map(partial(self._sync_alone, pause_mode=pause_mode), asked))
         synced: list[WeightSync] = []
-        failed: list[tuple[Replica, EngineError]] = []
-        for replica, result in zip(asked, results, strict=True):
+        failed: list[tuple[Replica, EngineError, int, int]] = []
+        for replica, (result, start_ns, end_ns) in zip(asked, results, strict=True):
             if isinstance(result, EngineError):
                 self._failed(replica, result)
                 replica.push = Future()  # it took none: only _restore brings it back
                 replica.push.set_result(result)
-                failed.append((replica, result))
+                failed.append((replica, result, start_ns, end_ns))
             else:
                 self._works(replica)
-                synced += result
+                synced += [replace(sync, start_ns=start_ns, end_ns=end_ns) for sync in result]
         if len(failed) == len(asked):
             raise failed[0][1]
-        for replica, error in failed:  # the caller records those that took them
+        for replica, error, start_ns, end_ns in failed:  # the caller records those that took them
             facts = self._facts(replica) | {names.ERROR_TYPE: type(error).__name__}
-            telemetry.record_span(names.WEIGHT_SYNC, start_ns, time.time_ns(), facts, error=error)
+            telemetry.record_span(names.WEIGHT_SYNC, start_ns, end_ns, facts, error=error)
         return synced
 
     async def generate(self, request: GenerateRequest) -> Turn:
@@ -203,15 +212,16 @@ class Router:
             logger.warning("rollout replica %s is used again", replica.name)
         replica.out_until = replica.push = None
 
-    def _sync_alone(self, replica: Replica) -> list[WeightSync] | EngineError:
-        """Not while it is still given older ones."""
+    def _sync_alone(self, replica: Replica, pause_mode: PauseMode) -> tuple[list[WeightSync] | EngineError, int, int]:
+        """What came of it, and when it began and ended. Not while it is still given older ones."""
+        start_ns = time.time_ns()
         if replica.push is not None:
             wait([replica.push])
-        return self._sync(replica)
+        return self._sync(replica, pause_mode), start_ns, time.time_ns()
 
-    def _sync(self, replica: Replica) -> list[WeightSync] | EngineError:
+    def _sync(self, replica: Replica, pause_mode: PauseMode = "wait") -> list[WeightSync] | EngineError:
         try:
-            return replica.engine.sync_weights(self.policy_version)
+            return replica.engine.sync_weights(self.policy_version, pause_mode)
         except EngineError as error:
             return error
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from core_trainer import lora
+from core_trainer.rollout.engine import PauseMode
 from core_trainer.rollout.server import Server
 from core_trainer.rollout.shared_weights import SharedWeights
 from rlinsight.errors import EngineError
@@ -36,8 +37,12 @@ class Pushed:
 class WeightTransport(Protocol):
     """One for all servers of a process, which may call it from threads of their own."""
 
-    def push(self, server: Server, policy_version: int) -> Pushed:
-        """Have ``server`` serve the policy's current weights. Raises EngineError when it does not take them."""
+    def push(self, server: Server, policy_version: int, pause_mode: PauseMode, on_change: Callable[[], None]) -> Pushed:
+        """Have ``server`` serve the policy's current weights. Raises EngineError when it does not take them.
+
+        ``pause_mode`` says what becomes of the requests it has. A server that is paused meanwhile has sampled its last
+        token of the old weights when ``on_change`` is called, and none of the new.
+        """
         ...
 
     def close(self) -> None:
@@ -125,11 +130,16 @@ def _own_folder(directory: Path, name: str | None) -> Path:
 
 
 @contextmanager
-def paused(server: Server) -> Iterator[None]:
-    """In this block vLLM, having finished the requests it had, starts no others. Raises EngineError."""
+def paused(server: Server, mode: PauseMode) -> Iterator[None]:
+    """In this block vLLM samples nothing: it has finished the requests it had, ended or keeps them. At the end it has
+    forgotten all keys and values; of kept requests they are computed anew. Raises EngineError.
+    """
     try:
-        server.call("POST", "/pause", mode="wait")
+        server.call("POST", "/pause", mode=mode)
         yield
+        told = server.call("POST", "/reset_prefix_cache", reset_running_requests=True)
+        if told.get("success") is False:
+            raise EngineError(f"{server.url} kept keys and values of the old weights")
     except BaseException:  # an interrupt too: a server that stays paused answers nobody, and others may use it
         with suppress(EngineError):  # also after a pause that was not answered in time, but may come
             server.call("POST", "/resume", timeout_s=RESUME_TIMEOUT_S)
@@ -146,12 +156,12 @@ class VllmFromDisk:
     def __init__(self, folder: WeightFolder) -> None:
         self.folder = folder
 
-    def push(self, server: Server, policy_version: int) -> Pushed:
+    def push(self, server: Server, policy_version: int, pause_mode: PauseMode, on_change: Callable[[], None]) -> Pushed:
         path = self.folder.at(policy_version)
-        with paused(server):
+        with paused(server, pause_mode):
             call = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
             server.call("POST", "/collective_rpc", call, timeout_s=server.timeout_s)
-            server.call("POST", "/reset_prefix_cache")
+            on_change()
         return Pushed(policy_version, self.folder.nbytes)
 
     def close(self) -> None:
@@ -164,7 +174,11 @@ class SglangFromDisk:
     def __init__(self, folder: WeightFolder) -> None:
         self.folder = folder
 
-    def push(self, server: Server, policy_version: int) -> Pushed:
+    def push(self, server: Server, policy_version: int, pause_mode: PauseMode, on_change: Callable[[], None]) -> Pushed:
+        if pause_mode != "wait":
+            raise EngineError(
+                f"{server.url}: SGLang is not told what becomes of requests in flight; use pause mode wait"
+            )
         path = self.folder.at(policy_version)
         server.call("GET", "/v1/models")  # a server that hangs is found before the call that may take long
         call = {"model_path": str(path), "weight_version": str(policy_version)}
@@ -184,7 +198,7 @@ class KeepsItsOwn:
         self._lock = threading.Lock()
         self._first: int | None = None
 
-    def push(self, server: Server, policy_version: int) -> Pushed:
+    def push(self, server: Server, policy_version: int, pause_mode: PauseMode, on_change: Callable[[], None]) -> Pushed:
         with self._lock:
             if self._first is None:
                 self._first = policy_version

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from core_trainer.rollout.engine import Chunk, GenerateRequest, WeightSync
+from core_trainer.rollout.engine import Chunk, GenerateRequest, PauseMode, WeightSync
 from core_trainer.types import Turn
 from rlinsight.errors import EngineError
 
@@ -47,7 +47,7 @@ class ScriptedEngine:
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
 
-    def sync_weights(self, policy_version: int) -> list[WeightSync]:
+    def sync_weights(self, policy_version: int, _pause_mode: PauseMode = "wait") -> list[WeightSync]:
         self.calls.append(f"sync {policy_version}")
         self.policy_version = policy_version
         return [WeightSync(self.replica, 0, 0)]

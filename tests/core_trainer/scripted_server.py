@@ -78,6 +78,9 @@ class ScriptedServer:
         self.ignores_weights = False  # says it took them
         self.slow: dict[str, float] = {}  # seconds before a path answers
         self.paused = False
+        self.pause_mode: str | None = None  # while it is paused
+        self.streaming = self.held = 0  # streams under way; of those, kept from going on
+        self.turn = threading.Condition()
         self.loads = 0
         self.url = ""
         self.lock = threading.Lock()
@@ -114,6 +117,8 @@ class ScriptedServer:
         """Token, log-prob and the likeliest words, one token after the other."""
         tokens, generator = list(prompt), torch.Generator().manual_seed(options["seed"])
         for _ in range(options["max_tokens"]):
+            if self._is_ended():
+                return
             with self.lock:
                 logits = self.model(torch.tensor([tokens])).logits[0, -1]
             temperature = options["temperature"]
@@ -133,6 +138,28 @@ class ScriptedServer:
             yield int(chosen), float(reported[chosen]), likeliest
             if int(chosen) in options["stop"] and self.knows_stop_tokens:
                 return
+
+    def _is_ended(self) -> bool:
+        """Before each token: whether a pause ends the answer here; one that keeps it is waited out."""
+        with self.turn:
+            if self.pause_mode == "keep":
+                self.held += 1
+                self.turn.notify_all()
+                self.turn.wait_for(lambda: self.pause_mode is None)
+                self.held -= 1
+            return self.pause_mode == "abort"
+
+    def pause(self, mode: str) -> None:
+        """Returns when no answer goes on."""
+        with self.turn:
+            self.paused, self.pause_mode = True, mode
+            self.turn.wait_for(lambda: self.streaming == (self.held if mode == "keep" else 0), 10)
+
+    def resume(self) -> None:
+        """Those that are held go on."""
+        with self.turn:
+            self.paused, self.pause_mode = False, None
+            self.turn.notify_all()
 
     def load(self, file: Path) -> None:
         """Take new weights from a safetensors file."""
@@ -170,7 +197,10 @@ class _Handler(BaseHTTPRequestHandler):
         elif path in ("/v1/completions", "/generate"):
             self._tokens(body)
         elif path in ("/pause", "/resume", "/reset_prefix_cache", "/sleep", "/wake_up"):
-            self.owner.paused = {"/pause": True, "/resume": False}.get(path, self.owner.paused)
+            if path == "/pause":
+                self.owner.pause(self.path.rpartition("mode=")[2])
+            elif path == "/resume":
+                self.owner.resume()
             self._answer({"status": "ok"})
         elif path in ("/collective_rpc", "/update_weights_from_disk"):
             try:
@@ -249,6 +279,16 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(self._event(body, fault, sampled, sampled, self._reason(body, fault, sampled)))
 
     def _stream(self, body: dict[str, Any], fault: Fault) -> None:
+        with self.owner.turn:
+            self.owner.streaming += 1
+        try:
+            self._events(body, fault)
+        finally:
+            with self.owner.turn:
+                self.owner.streaming -= 1
+                self.owner.turn.notify_all()
+
+    def _events(self, body: dict[str, Any], fault: Fault) -> None:
         self.send_response(200)
         self.send_header("content-type", "text/event-stream")
         self.send_header("transfer-encoding", "chunked")
@@ -277,6 +317,8 @@ class _Handler(BaseHTTPRequestHandler):
     @staticmethod
     def _reason(body: dict[str, Any], fault: Fault, sampled: list[Any]) -> str:
         own = body.get("sampling_params", body)
+        if len(sampled) < own.get("max_tokens", own.get("max_new_tokens")):
+            return fault.finish_reason or ("stop" if sampled and sampled[-1][0] in own["stop_token_ids"] else "abort")
         return fault.finish_reason or ("stop" if sampled[-1][0] in own["stop_token_ids"] else "length")
 
     def _event(

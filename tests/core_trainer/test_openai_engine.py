@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import errno
 import time
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,7 @@ from core_trainer.rollout import router as router_module
 from core_trainer.rollout import server as server_module
 from core_trainer.rollout import weight_transport
 from core_trainer.rollout.build import build_engine
-from core_trainer.rollout.engine import Chunk, GenerateRequest
+from core_trainer.rollout.engine import Chunk, GenerateRequest, PauseMode
 from core_trainer.rollout.router import Router
 from core_trainer.rollout.server import Server
 from core_trainer.rollout.vllm.client import SharedMemory, VllmServerEngine
@@ -215,6 +216,30 @@ def test_servers_follow_the_policy_at_a_sync_and_not_before(
         assert not on_disk or list((tmp_path / "weights").iterdir()) == []
 
 
+def test_a_server_that_is_a_small_step_behind_is_found_too(
+    scripted: ScriptedServer, policy: PreTrainedModel, lively: Path
+) -> None:
+    """Its log-probs are much nearer those of the weights it had. One that follows such steps is not held up."""
+    engine = ready(scripted, policy, lively)
+
+    def step() -> None:
+        with torch.no_grad():
+            policy.get_input_embeddings().weight.mul_(1 + 1e-4)
+
+    for version in (1, 2, 3):
+        step()
+        engine.sync_weights(version)
+    scripted.ignores_weights = True
+    for version in (4, 4, 5):
+        step()
+        with pytest.raises(
+            EngineError, match=rf"did not take the weights of policy_version={version}: .* by 0\.000\d+ "
+        ):
+            engine.sync_weights(version)
+    scripted.ignores_weights = False
+    engine.sync_weights(5)
+
+
 def test_a_server_without_the_new_weights_is_found_at_the_sync(
     scripted: ScriptedServer, policy: PreTrainedModel, lively: Path
 ) -> None:
@@ -234,6 +259,84 @@ def test_a_server_without_the_new_weights_is_found_at_the_sync(
     scripted.ignores_weights = False
     engine.sync_weights(1)
     assert generate(engine, [ask()])[0].policy_version == 1
+
+
+def start_request(engine: Router, request: GenerateRequest, tokens: int) -> Any:
+    """A task of it, once so many tokens have arrived."""
+
+    async def begin() -> asyncio.Task[Turn]:
+        task, answers = asyncio.create_task(engine.generate(request)), engine.replicas[0].engine._answers  # type: ignore[attr-defined]
+        while request.request_id not in answers or len(answers[request.request_id].token_ids) < tokens:
+            assert not task.done(), task
+            await asyncio.sleep(0.001)
+        return task
+
+    return begin()
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort", "keep"])
+def test_weights_change_under_requests_in_flight(
+    scripted: ScriptedServer, policy: PreTrainedModel, lively: Path, mode: PauseMode
+) -> None:
+    """wait samples them to their end first, abort ends them, keep goes on under the new weights; each token says whose
+    it is.
+    """
+    engine = ready(scripted, policy, lively)
+    old = copy.deepcopy(policy)
+    scripted.script = [Fault(token_s=0.02)]
+
+    async def run() -> tuple[Turn, Any]:
+        task = await start_request(engine, ask(new=24), 5)
+        with torch.no_grad():
+            policy.get_input_embeddings().weight.mul_(0.8)
+        (synced,) = await asyncio.to_thread(engine.sync_weights, 1, mode)
+        return await task, synced
+
+    turn, synced = asyncio.run(run())
+    assert (synced.pause_mode, synced.in_flight, synced.aborted) == (mode, 1, int(mode == "abort"))
+    assert turn.policy_version == 0
+    if mode == "keep":
+        assert turn.token_policy_versions == sorted(turn.policy_versions)
+        assert 5 <= turn.policy_versions.count(0) < 24 == len(turn.policy_versions)
+    else:
+        assert turn.token_policy_versions is None
+        assert (turn.finish_reason, len(turn.token_ids) < 24) == (
+            ("abort", True) if mode == "abort" else ("length", False)
+        )
+    under = [trained(weights, turn, 0.7) for weights in (old, policy)]
+    own = np.array(turn.policy_versions * (len(turn.token_ids) if mode != "keep" else 1))
+    np.testing.assert_allclose(turn.rollout_log_probs, np.where(own == 0, *under), atol=1e-4)
+    assert np.abs(under[0] - under[1]).min() > 1e-3
+    assert not scripted.paused
+    (later,) = generate(engine, [ask("later")])
+    assert (later.policy_version, later.token_policy_versions) == (1, None)
+
+
+def test_requests_kept_through_a_sync_that_failed_are_not_trusted(
+    scripted: ScriptedServer, policy: PreTrainedModel, lively: Path
+) -> None:
+    """Nobody knows which weights sampled their later tokens."""
+    engine = ready(scripted, policy, lively)
+    scripted.script, scripted.ignores_weights = [Fault(token_s=0.05)], True
+
+    async def run() -> Turn:
+        task = await start_request(engine, ask(new=32), 3)
+        with torch.no_grad():
+            policy.get_input_embeddings().weight.mul_(1.1)
+        with pytest.raises(EngineError, match="did not take the weights of policy_version=1"):
+            await asyncio.to_thread(engine.sync_weights, 1, "keep")
+        return await task
+
+    with pytest.raises(EngineError, match="request r: it was to be kept through a weight sync, which failed"):
+        asyncio.run(run())
+
+
+def test_sglang_is_told_to_wait_alone(policy: PreTrainedModel, lively: Path) -> None:
+    """Its other ways are not known to be those of vLLM."""
+    with ScriptedServer(lively, "sglang").running() as server:
+        engine = ready(server, policy, lively)
+        with pytest.raises(EngineError, match="SGLang is not told what becomes of requests in flight"):
+            engine.sync_weights(1, "keep")
 
 
 def test_a_server_that_keeps_its_weights_says_so_for_good(

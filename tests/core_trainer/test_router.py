@@ -13,18 +13,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from transformers import PreTrainedModel
 
 from core_trainer import attention, models
 from core_trainer.rollout import router as router_module
 from core_trainer.rollout.build import build_engine
-from core_trainer.rollout.engine import Chunk, GenerateRequest, WeightSync
+from core_trainer.rollout.engine import Chunk, GenerateRequest, PauseMode, WeightSync
+from core_trainer.rollout.hybrid import HybridEngine
 from core_trainer.rollout.router import SPILL_RATIO, SPILL_REQUESTS, Router
 from core_trainer.rollout.sample import Sampler, make_groups
 from core_trainer.types import Prompt, Rollout, SamplingParams, Turn
 from rlinsight import config, names, telemetry
 from rlinsight.errors import EngineError, RequestRefused
 from tests.core_trainer.scripted_server import Fault, ScriptedServer
+from tests.core_trainer.stored import recording
 from tests.scripted_collector import Collector, attributes, running
 
 
@@ -41,6 +44,7 @@ class ScriptedEngine:
     synced: list[int] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    sync_s: float = 0.0  # how long it takes weights
     slept: int = 7
     slept_calls: int = 0  # sleeps and wakes
     failing_to_sleep: EngineError | None = None
@@ -48,12 +52,13 @@ class ScriptedEngine:
     def __post_init__(self) -> None:
         self._waiting: list[asyncio.Event] = []
 
-    def sync_weights(self, policy_version: int) -> list[WeightSync]:
+    def sync_weights(self, policy_version: int, pause_mode: PauseMode = "wait") -> list[WeightSync]:
+        time.sleep(self.sync_s)
         if self.refuses_weights:
             raise EngineError(f"{self.replica} takes none")
         self.policy_version = policy_version
         self.synced.append(policy_version)
-        return [WeightSync(self.replica, 10, 0, checksum_served=f"{policy_version:016x}")]
+        return [WeightSync(self.replica, 10, 0, pause_mode, checksum_served=f"{policy_version:016x}")]
 
     async def generate(self, request: GenerateRequest) -> Turn:
         self.asked.append(request.request_id)
@@ -393,7 +398,7 @@ def test_a_replica_that_hangs_stalls_neither_sampling_nor_syncs() -> None:
     router, (a, b) = make(2, clock)
     may_answer, sync = threading.Event(), a.sync_weights
 
-    def hang(policy_version: int) -> list[WeightSync]:
+    def hang(policy_version: int, _mode: PauseMode = "wait") -> list[WeightSync]:
         assert may_answer.wait(30)
         return sync(policy_version)
 
@@ -514,6 +519,20 @@ def test_the_trace_shows_who_did_not_take_the_weights(tmp_path: Path) -> None:
     failed = (2, "e1", 1, "EngineError")
     assert told == [failed, failed, (0, "e1", 1, None)]
     assert (found[2][1][names.BYTES], found[2][1][names.CHECKSUM_SERVED]) == (10, "0000000000000001")
+
+
+def test_a_sync_tells_each_replica_what_becomes_of_its_requests_and_times_it_alone(tmp_path: Path) -> None:
+    """The ledger names the slow one; one that fails has its own time too."""
+    router, (_, slow, failing) = make(3)
+    slow.sync_s, failing.sync_s, failing.refuses_weights = 0.4, 0.2, True
+    assert {sync.pause_mode for sync in router.sync_weights(1, "keep")} == {"keep"}
+    router.replicas[2].push = None
+    with recording(tmp_path) as store:
+        HybridEngine(router, nn.Linear(4, 4), []).publish(2)  # type: ignore[arg-type]
+    rows = store.rows("SELECT replica, duration_s, problem FROM sync_health('r') ORDER BY replica")
+    assert [(replica, problem) for replica, _, problem in rows if problem != "checksum"] == [("e2", "failed")]
+    took = {replica: seconds for replica, seconds, _ in rows}
+    assert took["e0"] < 0.2 <= took["e2"] < 0.4 <= took["e1"], took
 
 
 def test_a_request_avoids_the_replicas_that_failed_on_it() -> None:

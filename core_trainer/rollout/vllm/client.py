@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from core_trainer.rollout.dialects import Completions
-from core_trainer.rollout.engine import GenerateRequest, WeightSync
+from core_trainer.rollout.engine import GenerateRequest, PauseMode, WeightSync
 from core_trainer.rollout.openai import Answer, OpenAIEngine
 from core_trainer.rollout.server import Hints, Server
 from core_trainer.rollout.vllm.options import IDENTITY_HEADER
@@ -36,11 +37,11 @@ class SharedMemory:
     def __init__(self, model: PreTrainedModel) -> None:
         self.folder = WeightFolder(model, None)
 
-    def push(self, server: Server, policy_version: int) -> Pushed:
+    def push(self, server: Server, policy_version: int, pause_mode: PauseMode, on_change: Callable[[], None]) -> Pushed:
         file = self.folder.at(policy_version) / FILE
-        with paused(server):
+        with paused(server, pause_mode):
             (served, *_) = rpc(server, "rlinsight_load_shared", str(file), timeout_s=LOAD_TIMEOUT_S)
-            server.call("POST", "/reset_prefix_cache")
+            on_change()
         return Pushed(policy_version, self.folder.nbytes, served)
 
     def close(self) -> None:
@@ -81,11 +82,11 @@ class VllmServerEngine(OpenAIEngine):
         self.sleep_level = sleep_level
         self._asleep = False
 
-    def sync_weights(self, policy_version: int) -> list[WeightSync]:
+    def sync_weights(self, policy_version: int, pause_mode: PauseMode = "wait") -> list[WeightSync]:
         """See OpenAIEngine. Wakes a server that was out when the others were woken; untested on a GPU."""
         if self._asleep:
             self.wake()
-        return super().sync_weights(policy_version)
+        return super().sync_weights(policy_version, pause_mode)
 
     def sleep(self) -> int:
         """As ``rollout.vllm.sleep_level`` says; untested: vLLM has it on GPUs. The server does not tell the bytes."""
@@ -106,7 +107,7 @@ class VllmServerEngine(OpenAIEngine):
         return super()._headers(request) | {IDENTITY_HEADER: json.dumps(identity)}
 
     def _record_request(self, request: GenerateRequest, turn: Turn, answer: Answer) -> None:
-        if turn.finish_reason == "abort":  # vLLM tells of finished ones only
+        if answer.aborted:  # vLLM tells of those it ended itself
             super()._record_request(request, turn, answer)
 
     def _record_state(self) -> None:

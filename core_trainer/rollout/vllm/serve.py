@@ -113,7 +113,9 @@ class StatLogger(AggregateStatLoggerBase):
 
 
 def _record_request(finished: Any, end_ns: int, replica: str) -> None:
-    """The span of vLLM's FinishedRequestStats, a child of the turn's. An aborted request has none: its client tells."""
+    """The span of vLLM's FinishedRequestStats, a child of the turn's. A request whose client went away has none: that
+    one tells.
+    """
     request_id = finished.request_id.removeprefix("cmpl-").removesuffix("-0")  # what vLLM puts around the client's
     origin = _origins.pop(request_id, Origin({}, {}))
     attributes = {
@@ -126,7 +128,7 @@ def _record_request(finished: Any, end_ns: int, replica: str) -> None:
         names.CACHED_TOKENS: finished.num_cached_tokens,
         names.MAX_TOKENS: finished.max_tokens_param,
         names.FINISH_REASONS: [str(finished.finish_reason)],
-        names.ABORTED: False,
+        names.ABORTED: str(finished.finish_reason) == "abort",
         names.QUEUE_S: finished.queued_time,
         names.PREFILL_S: finished.prefill_time,
         names.DECODE_S: finished.decode_time,
