@@ -241,7 +241,7 @@ class PolicyWorker(Worker):
         stats.loss, stats.policy_loss = float(total.detach()), float(policy_loss.detach())
         stats.kl_loss, stats.entropy_loss = float(kl_loss.detach()), float(entropy_loss.detach())
         if record:
-            self._record(batch, old, detached, entropy.detach(), token.clipped)
+            self._record(batch, own, detached, entropy.detach(), token.clipped)
         return stats, value_stats
 
     def _record(self, batch: PackedBatch, old: Tensor, current: Tensor, entropy: Tensor, clipped: Tensor) -> None:

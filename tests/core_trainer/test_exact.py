@@ -14,18 +14,22 @@ import numpy as np
 import pytest
 import torch
 
-from core_trainer import attention, models
+from core_trainer import attention, cluster, controller, models
 from core_trainer.batching import TrainSample
 from core_trainer.exact import level, self_test
 from core_trainer.exact.linear import StrictLinear, TiledLinear
 from core_trainer.exact.paged import TiledEngine
 from core_trainer.exact.self_test import LONGEST, compare, exact_engine, make_requests
 from core_trainer.metrics import token_stats
+from core_trainer.rollout.build import build_engine
 from core_trainer.rollout.engine import GenerateRequest
 from core_trainer.rollout.native.engine import NativeEngine
 from core_trainer.types import Turn
-from rlinsight import config
+from rlinsight import config, names
 from rlinsight.errors import ConfigError, EngineError
+from tests.core_trainer.stored import recording
+from tests.core_trainer.test_train_loop import Group, Watcher
+from tests.core_trainer.test_train_loop import train as train_here
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -188,6 +192,50 @@ def test_the_updates_own_forward_is_compared_where_the_engines_numbers_are_the_o
     stats = token_stats(mask, own, rollout, rollout, None, ones, ones, ones > 2, ones * 0, own)
     assert (stats.num_mismatched, stats.rollout_gap_max) == (1, 0.5)
     assert stats.rollout_kl == pytest.approx(np.exp(-0.5) - 0.5)
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo"])
+def test_a_bit_shows_in_the_record_where_the_pass_is_skipped(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The engine's numbers are the old ones then, but what is recorded beside them is the trainer's: metric and
+    ``mismatch`` count the same tokens, of two mini-batches those whose weights still are the ones that sampled.
+    """
+
+    def planted(*args: Any, **options: Any) -> Any:
+        engine = build_engine(*args, **options)
+        sample = engine.generate
+
+        async def generate(request: GenerateRequest) -> Turn:
+            turn = await sample(request)
+            turn.rollout_log_probs[2] = float(np.nextafter(np.float32(turn.rollout_log_probs[2]), np.float32(0)))
+            return turn
+
+        engine.generate = generate  # type: ignore[method-assign]
+        return engine
+
+    monkeypatch.setattr("core_trainer.workers.policy.build_engine", planted)
+    monkeypatch.setattr(cluster, "WorkerGroup", Group)
+    monkeypatch.setattr(cluster.Cluster, "_start_ray", lambda *_: None)
+    watcher = Watcher()
+    num_mini_batches = 2 if name == "grpo" else 1
+    with recording(tmp_path) as store:
+        train_here(
+            tmp_path,
+            tiny_model,
+            watcher,
+            algorithm={"name": name, "num_mini_batches": num_mini_batches},
+            rollout={"exact": "tile", "max_new_tokens": 4},
+            trainer={"total_steps": 1},
+        )
+    expected = 8 // num_mini_batches  # rollouts of the first mini-batch
+    assert watcher.steps[0][names.M_MISMATCHED] == expected
+    ((skipped,),) = store.rows("SELECT skipped FROM phases WHERE phase = 'old_log_probs'")
+    assert skipped == controller.EXACT
+    for macro in ("mismatch", "mismatch_by_cause"):
+        ((mismatched, gap),) = store.rows(f"SELECT sum(mismatched), max(gap_max) FROM {macro}('r')")
+        assert mismatched == expected, macro
+        assert 0 < gap < 1e-5
 
 
 # Whole runs ----------------------------------------------------------------------------------------------------------
