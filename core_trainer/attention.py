@@ -14,12 +14,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from core_trainer.batching import SharedPrefixLayout
 from rlinsight.errors import ModelError
 
 NAME = "rlinsight"
+OPTIONS = ("softcap", "s_aux", "sliding_window")  # of transformers' signature, that would change what is computed
 
 
 class OwnLayout(Protocol):
@@ -42,10 +43,11 @@ def enable(model: PreTrainedModel) -> None:
             raise ModelError(
                 f"{config.model_type} models with {option}={getattr(config, option)} are not supported yet"
             )
-    if "sliding_attention" in (getattr(config, "layer_types", None) or []) or (
-        getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)
-    ):
+    if getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None):
         raise ModelError(f"{config.model_type} models with sliding window attention are not supported yet")
+    for kind in getattr(config, "layer_types", None) or []:
+        if kind != "full_attention":
+            raise ModelError(f"{config.model_type} models with layers of {kind} are not supported yet")
     head = model.get_output_embeddings()
     if getattr(head, "bias", None) is not None:
         raise ModelError(f"{config.model_type} models with a biased output layer are not supported yet")
@@ -55,10 +57,20 @@ def enable(model: PreTrainedModel) -> None:
     _probe(model)
 
 
+def kv_heads(config: PreTrainedConfig) -> int:
+    """Heads of keys and values."""
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def head_size(config: PreTrainedConfig) -> int:
+    """Numbers of a head's query, key and value, which are alike in every model that ``enable`` takes."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 @torch.no_grad()
 def _probe(model: PreTrainedModel) -> None:
-    """Run two tokens: every layer must come here with its own index."""
-    seen = _Seen()
+    """Run two tokens: every layer must come here with its own index, and heads as the config has them."""
+    seen = _Seen(model.config)
     tokens = torch.zeros((1, 2), dtype=torch.int64, device=model.device)
     try:
         model.get_decoder()(input_ids=tokens, position_ids=torch.arange(2)[None].to(model.device), layout=seen)
@@ -73,11 +85,18 @@ def _probe(model: PreTrainedModel) -> None:
 class _Seen:
     """A layout that notes which layers ask."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self.config = config
         self.layers: list[int] = []
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         self.layers.append(layer)
+        sizes, expected = [x.shape[-1] for x in (query, key, value)], head_size(self.config)
+        if sizes != [expected] * 3 or len(key) != kv_heads(self.config):
+            raise ModelError(
+                f"{self.config.model_type} models whose heads have a query of {sizes[0]}, a key of {sizes[1]} and a "
+                f"value of {sizes[2]}, {len(key)} heads of keys, are not supported yet"
+            )
         return torch.zeros_like(query).transpose(0, 1)
 
 
@@ -93,9 +112,14 @@ def _forward(
     attention_mask: Tensor | None,
     scaling: float,
     layout: SharedPrefixLayout | OwnLayout,
-    **_kwargs: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention signature: query [1, Hq, N, D], key and value [1, Hkv, N, D] -> [1, N, Hq, D]."""
+    """transformers' attention signature: query [1, Hq, N, D], key and value [1, Hkv, N, D] -> [1, N, Hq, D].
+
+    Raises ModelError when a layer asks for what is not computed here; the probe's two tokens are enough for it.
+    """
+    if asked := [name for name in OPTIONS if options.get(name) is not None]:
+        raise ModelError(f"attention with {asked[0]}, as {type(module).__name__} asks for, is not supported yet")
     if isinstance(layout, SharedPrefixLayout):
         out = shared_prefix_attention(query[0], key[0], value[0], layout, scaling)
     else:

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from core_trainer import attention
+
 BLOCK = 64  # positions of a block
 
 
@@ -48,8 +50,7 @@ class KVCache:
     def __init__(self, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, budget: int) -> None:
         """``budget`` bytes, rounded down to blocks."""
         self.num_layers = config.num_hidden_layers
-        self.kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.kv_heads, self.head_dim = attention.kv_heads(config), attention.head_size(config)
         self.dtype, self.device = dtype, device
         self.block_bytes = 2 * self.num_layers * self.kv_heads * BLOCK * self.head_dim * dtype.itemsize
         self.num_blocks = budget // self.block_bytes
