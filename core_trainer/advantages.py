@@ -113,7 +113,7 @@ def correct(samples: Sequence[TrainSample], section: CorrectionSection) -> dict[
     if section.rejection is not None:
         kept, found = correction.reject(old, rollout, mask, **section.rejection.model_dump(exclude_none=True))
         measured |= found
-    _set(samples, "weights", weights * kept)
+    _set(samples, "weights", torch.where(mask, weights * kept, 1.0))  # 0 is what was rejected
     _set(samples, "loss_mask", kept)
     return {names.M_CORRECTION[name]: value if math.isfinite(value) else None for name, value in measured.items()}
 

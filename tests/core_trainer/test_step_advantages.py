@@ -141,10 +141,10 @@ def test_rejection_moves_the_reward_and_the_mask() -> None:
 
 
 def test_importance_weights_by_hand() -> None:
-    """exp(old - rollout), cut at 2, on loss tokens only."""
+    """exp(old - rollout), cut at 2, on loss tokens only; others are not weighed, which 0 would be."""
     made = [sample(0, 3, loss_mask=[1, 0, 1], old_log_probs=[-1, -1, 0], rollout_log_probs=[-1.5, 0, -1])]
     correct(made, CorrectionSection.model_validate({"importance": {"treatment": {"type": "truncate", "high": 2}}}))
-    assert made[0].weights == pytest.approx([np.exp(0.5), 0, 2])
+    assert made[0].weights == pytest.approx([np.exp(0.5), 1, 2])
     assert made[0].loss_mask.tolist() == [True, False, True]
 
 

@@ -96,7 +96,9 @@ def _trained(con: duckdb.DuckDBPyConnection, rollout_id: str, **lists: list) -> 
 
 @pytest.fixture
 def updated(con):
-    """Rollout a of three loss tokens and one outside the loss, rollout b of one: a's ratios 2, 1, 1, b's 0.5."""
+    """Rollout a of three loss tokens and one outside the loss, b of one and one that was rejected, c all rejected: a's
+    ratios 2, 1, 1, b's 0.5. A token whose importance weight is 0 stays in the loss, a rejected one leaves it.
+    """
     _trained(
         con, "a", loss_mask=[True, True, True, False], log_probs=[math.log(0.5), -1.0, -1.0, 5.0],
         old_log_probs=[math.log(0.25), -1.0, -1.0, 0.0], ref_log_probs=[math.log(0.5), -1.0, -1.0, 0.0],
@@ -104,9 +106,14 @@ def updated(con):
         weights=[0.0, 1.0, 0.5, 99.0], critic_values=[0.0, 0.5, 1.0, 99.0], returns=[1.0, 1.0, 1.0, 99.0],
     )  # fmt: skip
     _trained(
-        con, "b", loss_mask=[True], log_probs=[math.log(0.25)], old_log_probs=[math.log(0.5)],
-        ref_log_probs=[math.log(0.5)], entropy=[0.2], advantages=[-2.0], clipped=[True], weights=[1.0],
-        critic_values=[0.25], returns=[0.0],
+        con, "b", loss_mask=[True, False], log_probs=[math.log(0.25), 5.0], old_log_probs=[math.log(0.5), 0.0],
+        ref_log_probs=[math.log(0.5), 0.0], entropy=[0.2, 99.0], advantages=[-2.0, 99.0], clipped=[True, False],
+        weights=[1.0, 0.0], critic_values=[0.25, 99.0], returns=[0.0, 99.0],
+    )  # fmt: skip
+    _trained(
+        con, "c", loss_mask=[False, False], log_probs=[5.0, 5.0], old_log_probs=[0.0, 0.0], ref_log_probs=[0.0, 0.0],
+        entropy=[99.0, 99.0], advantages=[99.0, 99.0], clipped=[False, False], weights=[0.0, 0.0],
+        critic_values=[99.0, 99.0], returns=[99.0, 99.0],
     )  # fmt: skip
     return con
 
@@ -117,7 +124,7 @@ BY_ROLLOUT = {  # mean over the loss tokens of a, of b
     "ratio": (4 / 3, 0.5),
     "ratio_max": (2.0, 0.5),
     "weight": (0.5, 1.0),
-    "rejected": (1 / 3, 0.0),
+    "rejected": (1 / 3, 1 / 2),  # of 3 tokens, of 2
     "advantage": (1.0, -2.0),
     "abs_advantage": (5 / 3, 2.0),
     "entropy": (0.6, 0.2),
@@ -129,17 +136,28 @@ BY_ROLLOUT = {  # mean over the loss tokens of a, of b
 
 
 def test_means_of_a_rollout_are_over_its_loss_tokens(updated):
-    """Each quantity by hand; the token outside the loss is in none."""
-    found = _rows(updated, "FROM update_by_rollout('r') ORDER BY rollout_id")
+    """Each quantity by hand; a token outside the loss is in none but the share that was rejected."""
+    *found, rejected = _rows(updated, "FROM update_by_rollout('r') ORDER BY rollout_id")
     assert [(row["rollout_id"], row["group_id"], row["loss_tokens"]) for row in found] == [("a", "g", 3), ("b", "g", 1)]
+    assert {key: value for key, value in rejected.items() if value is not None} == {
+        "step": 1, "group_id": "g", "rollout_id": "c", "loss_tokens": 0, "token_share": 0, "rejected": 1,
+        "judged_tokens": 2,
+    }  # fmt: skip
     for quantity, wanted in BY_ROLLOUT.items():
         assert [row[quantity] for row in found] == pytest.approx(wanted, abs=1e-6), quantity
 
 
 def test_a_step_in_tokens_and_in_sequences(updated):
-    """The mean over 4 tokens is 3/4 a + 1/4 b, the mean over 2 rollouts (a + b) / 2; highest is the larger of both."""
+    """The mean over 4 tokens is 3/4 a + 1/4 b, the mean over 2 rollouts (a + b) / 2; highest is the larger of both.
+
+    Rejected are 1 of a's 3 tokens, 1 of b's 2 and both of c's.
+    """
     found = {row["quantity"]: row for row in _rows(updated, "FROM update_diagnosis('r', first_step := 1)")}
     assert set(found) == set(BY_ROLLOUT) - {"token_share", "ratio_max"}
+    rejected = found.pop("rejected")
+    assert rejected["token_mean"] == pytest.approx(4 / 7)
+    assert rejected["sequence_mean"] == pytest.approx((1 / 3 + 1 / 2 + 1) / 3)
+    assert (rejected["highest"], rejected["highest_mean"], rejected["rollouts"]) == ("c", 1, 3)
     for quantity, row in found.items():
         a, b = BY_ROLLOUT[quantity]
         assert row["token_mean"] == pytest.approx(0.75 * a + 0.25 * b, abs=1e-6), quantity

@@ -1,7 +1,8 @@
--- What the update of a step did with each rollout it consumed: means over the rollout's loss tokens. clip_fraction is the share whose gradient
--- the clip cut, ratio exp(log_prob - old_log_prob), weight the importance weight of rollout correction and rejected the share it set to 0,
--- policy_kl and ref_kl are k3 of the policy before the update and of the reference, value and value_target the critic's. token_share is
--- the rollout's part of the step's loss tokens. NULL for what was not recorded.
+-- What the update of a step did with each rollout it consumed: means over the rollout's loss tokens. clip_fraction is the share that a bound
+-- of the loss changed, ratio exp(log_prob - old_log_prob), weight the importance weight of rollout correction, policy_kl and ref_kl are k3 of
+-- the policy before the update and of the reference, value and value_target the critic's. token_share is the rollout's part of the step's
+-- loss tokens. rejected is the share of its tokens that rollout correction weighs 0, those it took out of the loss among them: of 1 and
+-- without loss tokens, the whole rollout was rejected in a group that was kept. NULL for what was not recorded.
 -- Example: FROM update_by_rollout('my-run', first_step := 7, last_step := 7) ORDER BY clip_fraction DESC LIMIT 20;
 CREATE OR REPLACE MACRO update_by_rollout(run, first_step := NULL, last_step := NULL) AS TABLE
 WITH lists AS (
@@ -15,11 +16,16 @@ WITH lists AS (
     unnest(returns) AS value_target
   FROM lists
 ), moved AS (
-  SELECT *, log_prob - old_log_prob AS move, log_prob - ref_log_prob AS drift FROM by_token WHERE in_loss IS DISTINCT FROM false
+  SELECT *, log_prob - old_log_prob AS move, log_prob - ref_log_prob AS drift, in_loss IS DISTINCT FROM false AS learnt FROM by_token
+  WHERE in_loss IS DISTINCT FROM false OR weight = 0
 ), groups_of AS (SELECT DISTINCT attempt, rollout_id, group_id FROM rollout_samples WHERE run_id = run)
-SELECT m.step, any_value(g.group_id) AS group_id, m.rollout_id, count(*) AS loss_tokens, count(*) / sum(count(*)) OVER (PARTITION BY m.step) AS token_share,
-  avg(CAST(m.clipped AS INTEGER)) AS clip_fraction, avg(exp(m.move)) AS ratio, max(exp(m.move)) AS ratio_max, avg(m.weight) AS weight,
-  avg(CAST(m.weight = 0 AS INTEGER)) AS rejected, avg(m.advantage) AS advantage, avg(abs(m.advantage)) AS abs_advantage, avg(m.entropy) AS entropy,
-  avg(exp(m.move) - m.move - 1) AS policy_kl, avg(exp(-m.drift) + m.drift - 1) AS ref_kl, avg(m.value) AS value, avg(m.value_target) AS value_target
+SELECT m.step, any_value(g.group_id) AS group_id, m.rollout_id, count(*) FILTER (m.learnt) AS loss_tokens,
+  count(*) FILTER (m.learnt) / nullif(sum(count(*) FILTER (m.learnt)) OVER (PARTITION BY m.step), 0) AS token_share,
+  avg(CAST(m.clipped AS INTEGER)) FILTER (m.learnt) AS clip_fraction, avg(exp(m.move)) FILTER (m.learnt) AS ratio,
+  max(exp(m.move)) FILTER (m.learnt) AS ratio_max, avg(m.weight) FILTER (m.learnt) AS weight, avg(CAST(m.weight = 0 AS INTEGER)) AS rejected,
+  avg(m.advantage) FILTER (m.learnt) AS advantage, avg(abs(m.advantage)) FILTER (m.learnt) AS abs_advantage,
+  avg(m.entropy) FILTER (m.learnt) AS entropy, avg(exp(m.move) - m.move - 1) FILTER (m.learnt) AS policy_kl,
+  avg(exp(-m.drift) + m.drift - 1) FILTER (m.learnt) AS ref_kl, avg(m.value) FILTER (m.learnt) AS value,
+  avg(m.value_target) FILTER (m.learnt) AS value_target, count(*) AS judged_tokens
 FROM moved m LEFT JOIN groups_of g ON g.attempt = m.attempt AND g.rollout_id = m.rollout_id
 GROUP BY m.step, m.attempt, m.rollout_id;
