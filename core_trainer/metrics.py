@@ -149,6 +149,7 @@ WEIGHTS = {  # what each mean or sum counted; the rest are per step
     },
     **dict.fromkeys((m for m in names.METRICS if m.startswith("critic/")), "token"),
     **dict.fromkeys((names.M_VALUE_LOSS, names.M_CRITIC_GRAD_NORM, names.M_CRITIC_LR), "step"),
+    **dict.fromkeys(names.M_CRITIC_GRAD_NORM_GROUPS.values(), "step"),
     names.M_KL_REWARD: "rollout",
     names.M_ADVANTAGE_ABS: "token",
     names.M_ZERO_VARIANCE: "group",

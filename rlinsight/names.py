@@ -254,7 +254,9 @@ WEIGHTS_ARRAY = _attr(
 )
 VALUES_ARRAY = _attr("rlinsight.tokens.values", "float32 bytes [T], the critic's, before its update")
 RETURNS_ARRAY = _attr("rlinsight.tokens.returns", "float32 bytes [T], what the critic learns")
-CLIPPED_ARRAY = _attr("rlinsight.tokens.clipped", "uint8 bytes [T], 1 where the clip cut the token's gradient")
+CLIPPED_ARRAY = _attr(
+    "rlinsight.tokens.clipped", "uint8 bytes [T], 1 where a bound of the loss changed the token's part"
+)
 
 # Attributes: rewards (GenAI evaluation conventions) ------------------------------------------------------------------
 COMPONENT = _attr("gen_ai.evaluation.name", "reward component")
@@ -374,8 +376,10 @@ M_ROLLOUT_MAX = _metric("policy/rollout_log_prob_gap_max", "max", "max |old_log_
 M_MISMATCHED = _metric("policy/num_mismatched_tokens", "sum", "tokens whose two log-probs differ in any bit", "{token}")
 M_POLICY_KL = _metric("policy/policy_kl", "mean", "k3 of old_log_probs against log_probs", "nat")
 M_REF_KL = _metric("policy/ref_kl", "mean", "k3 of log_probs against ref_log_probs", "nat")
-M_CLIP_FRACTION = _metric("policy/clip_fraction", "mean", "share of loss tokens whose gradient the clip cut")
-M_RATIO_MAX = _metric("policy/ratio_max", "max", "largest exp(log_probs - old_log_probs)")
+M_CLIP_FRACTION = _metric("policy/clip_fraction", "mean", "share of loss tokens that a bound of the loss changed")
+M_RATIO_MAX = _metric(
+    "policy/ratio_max", "max", "largest exp(log_probs - old_log_probs), of a token; of a rollout with gspo and gmpo"
+)
 M_LOSS = _metric("loss/total", "mean", "the loss that was minimised")
 M_POLICY_LOSS = _metric("loss/policy", "mean", "policy term")
 M_KL_LOSS = _metric("loss/kl", "mean", "KL term before its coefficient")
@@ -436,6 +440,17 @@ M_RETURN_MEAN = _metric("critic/return_mean", "mean", "return per loss token")
 M_CRITIC_GRAD_NORM = _metric(
     "critic/grad_norm", "mean", "gradient norm of a critic of its own before clipping, over the step's updates"
 )
+M_CRITIC_GRAD_NORM_GROUPS = {
+    group: _metric(f"critic/grad_norm/{group}", "mean", f"of a critic of its own, the gradient norm of {what}")
+    for group, what in {
+        "embeddings": "the embeddings",
+        "attention": "the attention projections",
+        "mlp": "the feed-forward layers",
+        "norms": "the normalisation layers",
+        "value_head": "the value head",
+        "other": "parameters of no other group",
+    }.items()
+}
 M_CRITIC_LR = _metric("critic/learning_rate", "last", "learning rate of a critic of its own")
 M_STALENESS = _metric(
     "policy/staleness", "mean", "trainer's policy_version minus the rollout's, when consumed", "{update}"

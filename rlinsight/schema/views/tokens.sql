@@ -1,6 +1,8 @@
 -- One row per sampled token, with every log-prob known of it. pos counts from 0 inside the turn.
 -- step is the step that sampled the token; policy_version the weights that did, NULL where the whole turn is of its one version.
 -- weight is the importance weight of rollout correction, 0 where it rejected the token; value and value_target are the critic's.
+-- ratio is the token's own, exp(log_prob - old_log_prob), also with gspo and gmpo, whose loss sees its rollout's; clipped is where a bound
+-- of the loss took effect: it cut the gradient, but with cispo, which cuts its weight, and kl_cov, which adds a penalty there.
 -- Training columns are NULL until an update consumed the turn.
 -- Give run_id and step or rollout_id: the lists are unnested after the filter. Turns sent twice by a foreign sender show twice.
 CREATE OR REPLACE VIEW tokens AS
