@@ -34,7 +34,7 @@ class StepRewards:
     greedy_rewards: Tensor | None = None  # [B] float64, of the greedy rollout of the same prompt
 
 
-def check_algorithm(algorithm: AlgorithmSection) -> None:
+def check_algorithm(algorithm: AlgorithmSection, group_size: int) -> None:
     """Load the plugins and check that the functions named exist, take their options, and can be given what they ask
     for. Raises ConfigError.
     """
@@ -49,10 +49,21 @@ def check_algorithm(algorithm: AlgorithmSection) -> None:
     for kind, section in named:
         registry.find(kind, section.type).resolve(section.model_dump(exclude={"type"}))
     for estimator in estimators:
-        registry.find("kl_estimator", estimator)
+        registry.find("kl_estimator", estimator).resolve({})
     aggregation = registry.find("aggregation", algorithm.aggregation)
     aggregation.resolve({"length": 1} if "length" in aggregation.options else {})
+    used = {(kind, section.type) for kind, section in named} | {("aggregation", algorithm.aggregation)}
+    used |= {("kl_estimator", estimator) for estimator in estimators}
+    for path in algorithm.plugins:
+        if used.isdisjoint(made := registry.registered_by(path)):
+            known = ", ".join(f"{kind} {name!r}" for kind, name in sorted(made))
+            raise ConfigError(f"plugin {path} has no effect: the config names none of its functions ({known})")
     name, wanted = algorithm.advantage.type, registry.find("advantage", algorithm.advantage.type).inputs
+    if "groups" in wanted and group_size < 2:
+        raise ConfigError(
+            f"rollout.group_size={group_size} with algorithm.advantage {name}, which asks for groups, leaves a rollout "
+            "nothing to be compared with; set rollout.group_size >= 2"
+        )
     if "values" in wanted and algorithm.critic is None:
         raise ConfigError(f"algorithm.advantage {name} asks for values; set critic: {{type: model}}")
     if algorithm.critic is not None and "values" not in wanted:

@@ -75,7 +75,7 @@ class Cluster:
 
     def _start(self) -> None:
         config, job, say = self.config, self.job, self.reporter.stage
-        check_algorithm(config.algorithm)
+        check_algorithm(config.algorithm, config.rollout.group_size)
         say(f"model {config.model.source}")
         model_dir = models.resolve(config.model)
         own_critic = config.algorithm.model_critic

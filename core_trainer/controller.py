@@ -43,10 +43,9 @@ from core_trainer.workers.policy import CRITIC
 from core_trainer.workers.worker_group import WorkerGroup
 from rlinsight import names, telemetry
 from rlinsight.config import Config
-from rlinsight.config.advantage import GROUP_ADVANTAGES
 from rlinsight.config.kl import AdaptiveController, KlSection
 from rlinsight.config.shaping import OVERLONG
-from rlinsight.errors import CheckpointError, EngineError, RlinsightError, TrainingError
+from rlinsight.errors import CheckpointError, ConfigError, EngineError, RlinsightError, TrainingError
 from rlinsight.telemetry import Span
 
 ON_POLICY = "one on-policy update: the update's own forward gives the same log-probs"
@@ -111,8 +110,7 @@ class Controller:
         self.kl_controller = _kl_controller(config.algorithm.kl)
         self.validation_sets, self.fingerprint = cluster.validation_sets, cluster.fingerprint
         self.policy_version = self.served_version = cluster.policy_version
-        compares_groups = config.algorithm.advantage.type in GROUP_ADVANTAGES
-        self.alerts = Alerts(job.run_id, reporter.stage, compares_groups, cluster.replicas)
+        self.alerts = Alerts(job.run_id, reporter.stage, "groups" in self.advantage.inputs, cluster.replicas)
         self._first_sync = cluster.ledger
         self._stale: list[Alert] = []  # engines that do not serve what was published
         self.step, self.best, self.validated = 0, None, None
@@ -128,6 +126,8 @@ class Controller:
     @classmethod
     def run(cls, config: Config, job: Job, reporter: Reporter) -> RunSummary:
         """Start the workers, train, stop them."""
+        if cls is Controller:
+            _refuse_idle_options(config)
         with Cluster(config, job, reporter) as cluster:
             return cls(config, job, reporter, cluster).train()
 
@@ -457,7 +457,7 @@ class Controller:
         options, checks = self.config.algorithm.shaping, {}
         if "greedy_rewards" in self.advantage.inputs:
             checks["no_baseline"] = torch.tensor([r.group_id in step.greedy_rewards for r in scored], dtype=torch.bool)
-        if self.config.algorithm.advantage.type in GROUP_ADVANTAGES:
+        if "groups" in self.advantage.inputs:
             checks["too_small"] = shaping.too_small(groups)
         versions = torch.tensor([rollout.policy_version for rollout in scored], dtype=torch.int64)
         inputs = {"rewards": rewards, "groups": groups, "staleness": self.policy_version - versions}
@@ -622,6 +622,24 @@ class Controller:
             names.M_FAILED_ROLLOUTS: float(step.num_failed),
             names.M_GEN_TOKENS_PER_S: step.sampled_tokens / step.sampling_s if step.sampling_s else None,
         }
+
+
+def _refuse_idle_options(config: Config) -> None:
+    """Raise ConfigError for what looks at rollouts of older weights. This loop trains on none, unless servers fall
+    behind; a subclass may.
+    """
+    engine, exact, correction = config.rollout.engine, config.rollout.exact, config.algorithm.correction
+    if exact != "off" and correction is not None and correction.mode == "decoupled":
+        raise ConfigError(
+            f"algorithm.correction has no effect with rollout.exact={exact}, where the engine's log-probs are the "
+            "trainer's and their ratio is 1; remove it or set rollout.exact: off"
+        )
+    filters = [section.type for section in config.algorithm.shaping.group_filters]
+    if "stale" in filters and engine in ("native", "vllm"):
+        raise ConfigError(
+            f"algorithm.shaping.group_filters: stale drops nothing with rollout.engine {engine}, which samples each "
+            "step with the newest weights; remove it"
+        )
 
 
 def _kl_controller(section: KlSection | None) -> kl.Controller | None:

@@ -113,6 +113,7 @@ class Algorithm:
 
 
 _registered: dict[tuple[str, str], Algorithm] = {}
+_of_plugins: dict[str, frozenset[tuple[str, str]]] = {}  # what each plugin registered, by its module's name
 
 
 def advantage(name: str) -> Callable[[Function], Function]:
@@ -165,8 +166,7 @@ def load_plugins(paths: Iterable[str | Path]) -> None:
     or registers nothing.
     """
     for path in paths:
-        file = Path(path).expanduser().resolve()
-        module_name = f"rlinsight_plugin_{hashlib.sha256(str(file).encode()).hexdigest()[:16]}"
+        file, module_name = _plugin(path)
         if module_name in sys.modules:
             continue
         spec = importlib.util.spec_from_file_location(module_name, file)
@@ -184,6 +184,19 @@ def load_plugins(paths: Iterable[str | Path]) -> None:
             _registered.clear()
             _registered.update(before)
             raise ConfigError(f"plugin {file}{_line_in(file, error)}: {_told(error)}") from error
+        made = [key for key, algorithm in _registered.items() if before.get(key) is not algorithm]
+        _of_plugins[module_name] = frozenset(made)
+
+
+def registered_by(path: str | Path) -> frozenset[tuple[str, str]]:
+    """Kinds and names of what a file that ``load_plugins`` has run registered."""
+    return _of_plugins[_plugin(path)[1]]
+
+
+def _plugin(path: str | Path) -> tuple[Path, str]:
+    """A plugin's file, and what its module is called."""
+    file = Path(path).expanduser().resolve()
+    return file, f"rlinsight_plugin_{hashlib.sha256(str(file).encode()).hexdigest()[:16]}"
 
 
 def _register(kind: str, name: str) -> Callable[[Function], Function]:

@@ -7,18 +7,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from core_trainer import checkpoint
 from core_trainer.algorithms import registry
 from core_trainer.batch import to_samples
 from core_trainer.batching import TrainSample
 from core_trainer.controller import Controller, Step
+from core_trainer.types import Rollout
 from rlinsight import names
 from rlinsight.errors import ConfigError, TrainingError
 from tests.core_trainer import test_controller
-from tests.core_trainer.test_controller import DECOUPLED, Bench, Recorded, by_index
+from tests.core_trainer.test_controller import DECOUPLED, Bench, Recorded, by_index, dropped
 
 recorded = test_controller.recorded  # the fixture
+STALE = {"type": "stale", "max_staleness": 1}
 
 
 class Sampling(Controller):
@@ -59,6 +62,32 @@ def test_a_step_without_collect_may_update_twice(tmp_path: Path, recorded: Recor
     assert mine == bench.metric("mine/answer") == [42.0, 42.0]
 
 
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"rollout": {"exact": True}, "algorithm": {"correction": DECOUPLED}},
+            "correction has no effect with rollout.ex",
+        ),
+        ({"algorithm": {"shaping": {"group_filters": [STALE]}}}, "stale drops nothing with rollout.engine native"),
+    ],
+)
+def test_what_only_older_rollouts_need_is_refused_where_there_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], message: str
+) -> None:
+    """Before anything starts; a controller of one's own may learn from them."""
+
+    def start(*args: Any) -> Any:
+        raise KeyError("it starts")
+
+    monkeypatch.setattr("core_trainer.controller.Cluster", start)
+    bench = Bench(tmp_path, by_index, **sections)
+    with pytest.raises(ConfigError, match=message):
+        Controller.run(bench.config, bench.job, bench.watcher)
+    with pytest.raises(KeyError, match="it starts"):
+        Sampling.run(bench.config, bench.job, bench.watcher)
+
+
 def test_a_second_update_needs_old_log_probs(tmp_path: Path) -> None:
     """With one mini-batch their pass is skipped; a second update would take its own forward for the old weights'."""
     bench = Bench(tmp_path, by_index)
@@ -89,7 +118,7 @@ def test_rejection_needs_no_collect(tmp_path: Path, recorded: Recorded) -> None:
     bench = Bench(tmp_path, by_index, algorithm={"correction": {**DECOUPLED, "rejection": rejection}})
     run(bench, Sampling)
     assert bench.metric(names.M_GROUPS_DROPPED) == [2, 2]
-    assert len(test_controller.dropped(recorded)) == 4
+    assert len(dropped(recorded)) == 4
 
 
 def test_a_step_of_nothing_has_no_lengths_and_no_speed(tmp_path: Path) -> None:
@@ -125,6 +154,32 @@ def test_a_filter_that_splits_a_group_ends_training(tmp_path: Path, monkeypatch:
     with pytest.raises(ConfigError, match="group filter 'positive' keeps some rollouts of a group and not others"):
         Bench(tmp_path, by_index, algorithm=algorithm).train()
     assert checkpoint.checkpoints(tmp_path / "checkpoints") == []
+
+
+def test_an_advantage_of_ones_own_that_compares_groups_is_given_no_group_of_one(
+    tmp_path: Path, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a built-in one: p/0 loses one of two rollouts, and the best of no others would be -inf."""
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+
+    @registry.advantage("leave_best_out")
+    def leave_best_out(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+        others = (groups[:, None] == groups) & ~torch.eye(len(groups), dtype=torch.bool)
+        return rewards - rewards.expand(len(groups), -1).masked_fill(~others, -torch.inf).amax(dim=1)
+
+    def score(rollout: Rollout) -> float | None:
+        return None if (rollout.prompt.prompt_id, rollout.sample_index) == ("p/0", 0) else by_index(rollout)
+
+    bench = Bench(
+        tmp_path,
+        score,
+        algorithm={"plugins": ["mine.py"], "advantage": {"type": "leave_best_out"}},
+        reward={"functions": [{"type": "numeric"}], "on_error": "drop"},
+        trainer={"total_steps": 1},
+    )
+    bench.train()
+    assert dropped(recorded) == [("p/0", "too_small", 2)]
+    assert [float(s.advantages[0]) for s in bench.policy.trained] == [-1, 1]  # type: ignore[index]
 
 
 def test_the_kl_that_is_steered_is_of_the_weights_before_the_update(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from core_trainer.advantages import StepRewards, check_algorithm, correct, estimate
+from core_trainer.algorithms import registry
 from core_trainer.batching import TrainSample
 from rlinsight import names
 from rlinsight.config import AlgorithmSection
@@ -235,11 +237,49 @@ BYPASS = {"mode": "bypass"}
 def test_combinations_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
     """Before any worker starts, with what to change."""
     with pytest.raises(ConfigError, match=message):
-        check_algorithm(section(**options))
+        check_algorithm(section(**options), 2)
+
+
+def plugin(folder: Path, name: str, parameters: str) -> Path:
+    """A file that registers an advantage called ``name`` and an aggregation called ``by_<name>``."""
+    file = folder / f"{name}.py"
+    file.write_text(
+        "from core_trainer.algorithms.registry import advantage, aggregation\n"
+        f"@advantage('{name}')\ndef first({parameters}):\n    return rewards\n"
+        f"@aggregation('by_{name}')\ndef second(num_loss_tokens):\n    return num_loss_tokens.double()\n"
+    )
+    return file
+
+
+@pytest.fixture
+def own_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is gone after it."""
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+
+
+@pytest.mark.usefixtures("own_names")
+def test_groups_of_one_are_refused_where_a_function_asks_for_groups(tmp_path: Path) -> None:
+    """A plugin's, too; one that does not ask for them may have groups of one."""
+    compares, alone = (plugin(tmp_path, *each) for each in (("compares", "rewards, groups"), ("alone", "rewards")))
+    for name, plugins in (("compares", {"plugins": [compares]}), ("grpo", {})):
+        check_algorithm(section(advantage={"type": name}, **plugins), 2)
+        with pytest.raises(ConfigError, match=f"rollout.group_size=1 with algorithm.advantage {name}, which asks for"):
+            check_algorithm(section(advantage={"type": name}, **plugins), 1)
+    check_algorithm(section(advantage={"type": "alone"}, plugins=[alone]), 1)
+
+
+@pytest.mark.usefixtures("own_names")
+def test_each_plugin_has_an_effect(tmp_path: Path) -> None:
+    """One of its functions is named; a file of which none is, beside one that is used, is refused with what it has."""
+    used, other = (plugin(tmp_path, name, "rewards") for name in ("used", "other"))
+    chosen = {"advantage": {"type": "used"}, "plugins": [used, other]}
+    with pytest.raises(ConfigError, match=r"other.py has no effect: .*\(advantage 'other', aggregation 'by_other'\)"):
+        check_algorithm(section(**chosen), 2)
+    check_algorithm(section(**chosen, aggregation="by_other"), 2)
 
 
 def test_the_rest_of_the_family_is_let_through() -> None:
     """Each preset as it is, and bypass with a critic of its own."""
     for name in ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "remax", "ppo"):
-        check_algorithm(section(name=name))
-    check_algorithm(section(name="ppo", correction=BYPASS))
+        check_algorithm(section(name=name), 2)
+    check_algorithm(section(name="ppo", correction=BYPASS), 1)
