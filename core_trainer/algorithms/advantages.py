@@ -173,7 +173,8 @@ def remax(token_rewards: Tensor, greedy_rewards: Tensor, mask: Tensor) -> tuple[
 def optimal_token_baseline(
     token_rewards: Tensor, mask: Tensor, groups: Tensor, old_log_probs: Tensor, sum_pi_squared: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Reward to go G_t minus a baseline of its own for each position t, sum_g(G_t W_t) / (sum_g W_t + 1e-8).
+    """Reward to go G_t minus a baseline of its own for each position t, sum_g(G_t W_t) / (sum_g W_t + 1e-8) (arXiv
+    2602.07078).
 
     W_t = sum over loss tokens up to t of 1 - 2 pi + sum pi^2, the squared gradient norm of the logits. Where only one
     rollout of the group still goes on, the baseline would be its own return; it is 0 there. All [B, T] but groups [B]

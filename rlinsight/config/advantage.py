@@ -79,7 +79,7 @@ class GdpoAdvantage(Section):
 
 
 class OptimalTokenBaselineAdvantage(Section):
-    """Reward to go against a baseline for each token, weighted by the size of its gradient."""
+    """Reward to go against a baseline for each token, weighted by the size of its gradient (arXiv 2602.07078)."""
 
     type: Literal["optimal_token_baseline"]
 

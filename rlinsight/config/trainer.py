@@ -26,7 +26,10 @@ class TrainerSection(Section):
     adam_betas: tuple[float, float] = Field(default=(0.9, 0.999), description="AdamW betas")
     max_grad_norm: float = Field(default=1.0, gt=0, description="gradient norm is clipped to this")
     micro_batch_tokens: int = Field(
-        default=4096, ge=1, description="tokens per forward and backward; memory, not results, depends on it"
+        default=4096,
+        ge=1,
+        description="tokens per forward and backward; memory, not results, depends on it, but with the policy losses "
+        "clip_cov and kl_cov, which choose tokens in each micro-batch",
     )
     gradient_checkpointing: bool = Field(
         default=False,

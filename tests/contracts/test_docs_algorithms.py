@@ -58,6 +58,7 @@ def test_papers_are_those_of_the_docstrings() -> None:
     """Each arXiv number of a row is in the docstring of its function."""
     for heading, kind in (("Advantages", "advantage"), ("Policy losses", "policy_loss")):
         for name, cells in _table(heading).items():
+            assert cells[1], f"{name} names no source"
             for number in re.findall(r"\d{4}\.\d{5}", cells[1]):
                 assert number in (inspect.getdoc(registry.find(kind, name).function) or ""), (name, number)
 
