@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from core_trainer import attention, models
 from core_trainer.rollout.engine import Chunk, GenerateRequest
+from core_trainer.rollout.native import packed_linear
 from core_trainer.rollout.native.engine import NativeEngine
 from core_trainer.types import SamplingParams, Turn
 from rlinsight import config, names, telemetry
@@ -190,6 +191,35 @@ def test_new_weights_take_effect_at_the_refresh(tiny_model: Path) -> None:
     assert after.token_ids == generate(fresh, [request])[0].token_ids
     assert after.token_ids != before.token_ids
     assert (before.policy_version, after.policy_version) == (0, 5)
+
+
+def test_packed_copies_follow_trained_weights_and_are_counted(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every linear layer's bytes at each sync, whatever the processor; weights that are not trained are copied once."""
+    request = GenerateRequest("r", prompts(1)[0], SamplingParams(6, 0.0))
+    with monkeypatch.context() as patch:
+        patch.setattr(packed_linear, "_packable", lambda weight: True)
+        engine = make_engine(tiny_model)
+        linear = [module for module in engine.model.modules() if isinstance(module, torch.nn.Linear)]
+        expected = sum(module.weight.nbytes for module in linear)
+        assert expected == 4 * (2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 128) + 512 * 64)
+        before = generate(engine, [request])[0]
+        with torch.no_grad():
+            for parameter in engine.model.parameters():
+                parameter.mul_(-0.7)
+        (synced,) = engine.sync_weights(1)
+        assert (synced.moved, synced.refreshed) == (0, expected)
+        after = generate(engine, [request])[0]
+        engine.model.lm_head.weight.requires_grad_(False)
+        (fewer,) = engine.sync_weights(2)
+        assert fewer.refreshed == expected - engine.model.lm_head.weight.nbytes
+    unpacked = NativeEngine(engine.model, engine.tokenizer, (), 8)
+    unpacked.sync_weights(1)
+    twin = generate(unpacked, [request])[0]
+    assert after.token_ids == twin.token_ids
+    np.testing.assert_allclose(after.rollout_log_probs, twin.rollout_log_probs, atol=1e-4)
+    assert after.rollout_log_probs != before.rollout_log_probs
 
 
 def test_stop_strings_and_limits(tiny_model: Path) -> None:
