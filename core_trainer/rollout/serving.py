@@ -25,7 +25,6 @@ class Served:
     ttft_s: float | None = None  # arrival to first token
     e2e_s: float | None = None  # arrival to last token
     num_preemptions: int | None = None
-    corrupted: bool | None = None  # whether its logits were not finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,6 @@ def record_request(request: GenerateRequest, turn: Turn, served: Served, engine:
         names.TTFT_S: served.ttft_s,
         names.E2E_S: served.e2e_s,
         names.PREEMPTIONS: served.num_preemptions,
-        names.CORRUPTED: served.corrupted,
     }
     telemetry.record_span(names.ENGINE_REQUEST, turn.start_ns, turn.end_ns, attributes, carrier=dict(request.carrier))
 

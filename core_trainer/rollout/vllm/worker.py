@@ -5,7 +5,7 @@ vLLM mixes ``WorkerExtension`` into its worker class; its methods are called by 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from vllm.v1.sample.sampler import Sampler
 from core_trainer.rollout import checksum
 from core_trainer.rollout.shared_weights import open_shared
 
+NUM_COLUMNS = 16  # of each packed layer, other ones at each sync
+
 
 class WorkerExtension:
     """Methods our side calls on every vLLM worker."""
@@ -33,28 +35,27 @@ class WorkerExtension:
         """Report log-probs as training has them."""
         self.model_runner.sampler = WholeVocabularySampler()
         self._shared: tuple[str, dict[str, Tensor]] | None = None  # path and tensors of the file read last
+        self._random = torch.Generator().manual_seed(0)  # the process's own is the trainer's, too
 
     def rlinsight_load_shared(self, path: str) -> str | None:
-        """``rlinsight_load`` what a ``SharedWeights`` of this machine holds.
-
-        Where a kernel packed weights away, the checksum is of what was read for them.
-        """
+        """``rlinsight_load`` what a ``SharedWeights`` of this machine holds."""
         if self._shared is None or self._shared[0] != path:
             self._shared = path, open_shared(path)
-        given = self._shared[1]
-        self._load(given)
-        return self._checksum(given.keys(), given)
+        return self.rlinsight_load(self._shared[1])
 
     def rlinsight_load(self, weights: dict[str, Tensor]) -> str | None:
         """Rewrite vLLM's weights in place, kernel copies included, and return the checksum of what it has then.
 
-        None where that is not to be found under the names of ``weights``: packed away by a kernel, fused in a way this
-        does not know, or shared by several GPUs.
+        None where that is not to be found under the names of ``weights``: fused in a way this does not know, or shared
+        by several GPUs.
         """
         self._load(weights)
-        return self._checksum(weights.keys(), {})
+        if get_tensor_model_parallel_world_size() > 1:
+            return None
+        served = served_weights(self.get_model(), weights, self._random)
+        return checksum.of(served.items()) if served.keys() == weights.keys() else None
 
-    def _load(self, weights: dict[str, Tensor]) -> None:
+    def _load(self, weights: Mapping[str, Tensor]) -> None:
         self.reload_weights(weights_iterator=iter(weights.items()))
         for module in self.get_model().modules():
             # An output layer tied to the embedding has a packed copy on CPU, which the reload leaves as it was: no
@@ -62,40 +63,58 @@ class WorkerExtension:
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)
 
-    def _checksum(self, names: Collection[str], instead: dict[str, Tensor]) -> str | None:
-        """Of the model's weights, those packed away taken from ``instead``."""
-        served, packed = checkpoint_weights(self.get_model())
-        served |= {name: instead[name] for name in packed & instead.keys()}
-        if get_tensor_model_parallel_world_size() > 1 or served.keys() != set(names):
-            return None
-        return checksum.of(served.items())
 
+def served_weights(model: Any, given: Mapping[str, Tensor], random: torch.Generator) -> dict[str, Tensor]:
+    """What a vLLM model computes with, as its checkpoint has it: views where it fuses several, tied ones once.
 
-def checkpoint_weights(model: Any) -> tuple[dict[str, Tensor], set[str]]:
-    """A vLLM model's parameters as its checkpoint has them, views where it fuses several, tied ones once; and the names
-    of those whose memory went into a kernel's own layout.
+    Kernels for CPUs have weights in a layout of their own that nobody can read. Those are ``given``, with some columns
+    in place that the kernel itself has told: where it has other weights they differ.
     """
     fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     weights: dict[str, Tensor] = {}
-    packed: set[str] = set()
-    seen: set[int] = set()
+    names: dict[int, list[str]] = {}  # of each parameter's parts
     for path, module in model.named_modules():
         prefix, _, leaf = path.rpartition(".")
         for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
             tensor = parameter.detach()
             parts = [f"{prefix}.{part}.{name}" for part in fused[leaf]] if leaf in fused else [f"{path}.{name}"]
-            if not tensor.numel():
-                packed.update(parts)
-            elif leaf in fused:
-                weights |= zip(parts, tensor.split(module.output_partition_sizes), strict=True)
-            elif isinstance(module, VocabParallelEmbedding):
-                weights[parts[0]] = tensor[: module.org_vocab_size]  # padded to a multiple of 64
-            else:
-                weights[parts[0]] = tensor
-    return weights, packed
+            if id(parameter) not in names:
+                names[id(parameter)] = parts
+                if not tensor.numel():  # the kernel's copy is the only one
+                    weights |= {part: given[part] for part in parts if part in given}
+                elif leaf in fused:
+                    weights |= zip(parts, tensor.split(module.output_partition_sizes), strict=True)
+                elif isinstance(module, VocabParallelEmbedding):
+                    weights[parts[0]] = tensor[: module.org_vocab_size]  # padded to a multiple of 64
+                else:
+                    weights[parts[0]] = tensor
+            is_copied = not tensor.numel() or (isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"))
+            if name == "weight" and is_copied:
+                parts = [part for part in names[id(parameter)] if part in weights]
+                weights |= zip(parts, _as_computed(module, [weights[part] for part in parts], random), strict=True)
+    return weights
+
+
+def _as_computed(module: Any, weights: list[Tensor], random: torch.Generator) -> list[Tensor]:
+    """``weights`` [out, in], which a linear layer holds one after the other, with some columns as it computes with
+    them. A product with a column of the identity is exact in every precision.
+    """
+    if not weights:
+        return []
+    width = weights[0].shape[1]
+    columns = torch.randint(width, (NUM_COLUMNS,), generator=random)
+    chosen = torch.zeros(NUM_COLUMNS, width, dtype=weights[0].dtype)
+    chosen[torch.arange(NUM_COLUMNS), columns] = 1
+    told = module.quant_method.apply(module, chosen, None).T
+    rows = [weight.shape[0] for weight in weights]
+    found = list(told[: sum(rows)].split(rows))
+    for i, (weight, part) in enumerate(zip(weights, found, strict=True)):
+        if torch.equal(part, weight[:, columns]):  # as numbers: -0 comes back as 0
+            found[i] = weight
+        else:
+            found[i] = weight.clone()
+            found[i][:, columns] = part
+    return found
 
 
 class WholeVocabularySampler(Sampler):
