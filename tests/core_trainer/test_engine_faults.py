@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from core_trainer import checkpoint
 from core_trainer.rollout.build import build_engine
 from core_trainer.rollout.engine import GenerateRequest, RolloutEngine
+from core_trainer.rollout.native.engine import NativeEngine
 from core_trainer.types import Turn
 from core_trainer.workers import policy
 from rlinsight import names
@@ -28,22 +29,29 @@ _one_process = test_train_loop._one_process  # the fixture
 
 
 def failing(when: Callable[[str], bool], nan: bool = False) -> Callable[..., RolloutEngine]:
-    """The native engine, but for requests of which ``when`` holds by id: those raise, or come back with a NaN."""
+    """The native engine, but for requests of which ``when`` holds by id: those raise, or compute a NaN."""
 
     def build(*args: Any, **options: Any) -> RolloutEngine:
         engine = build_engine(*args, **options)
-        plain = engine.generate
+        assert isinstance(engine, NativeEngine)
+        plain, sample = engine.generate, engine._sample
 
         async def generate(request: GenerateRequest) -> Turn:
-            fails = when(request.request_id)
-            if fails and not nan:
+            if when(request.request_id):
                 raise EngineError("no room for 3 blocks")
-            turn = await plain(request)
-            if fails:
-                turn.rollout_log_probs[-1] = math.nan
-            return turn
+            return await plain(request)
 
-        engine.generate = generate  # type: ignore[method-assign]
+        def damaged(sequences: list[Any], hidden: torch.Tensor) -> None:
+            hidden = hidden.clone()
+            for row, sequence in enumerate(sequences):
+                if when(sequence.request.request_id) and sequence.num_sampled == 1:
+                    hidden[row] = math.nan
+            sample(sequences, hidden)
+
+        if nan:
+            engine._sample = damaged  # type: ignore[method-assign]
+        else:
+            engine.generate = generate  # type: ignore[method-assign]
         return engine
 
     return build
@@ -85,6 +93,10 @@ def test_a_request_that_goes_well_the_second_time_changes_nothing(
         "SELECT count(*), count(DISTINCT rollout_id) FROM serving_requests WHERE error_type IS NOT NULL AND step = 2"
     )
     assert failed == rollouts == 4
+    types = store.rows("SELECT DISTINCT error_type, corrupted FROM serving_requests WHERE error_type IS NOT NULL")
+    assert types == [("NonFiniteLogProbs", True) if nan else ("EngineError", None)]
+    rows = "SELECT count(*), count(DISTINCT request_id), count(DISTINCT rollout_id) FROM serving_requests"
+    assert store.rows(rows) == [(28, 28, 24)]  # one an attempt
     assert store.rows("SELECT DISTINCT kind FROM errors") == [("request",)]
     assert store.rows("SELECT edge, n, linked FROM v_linkage WHERE n <> linked") == []
 
