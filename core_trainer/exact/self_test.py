@@ -9,8 +9,9 @@ every bit.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,8 +21,7 @@ from core_trainer.batching import TrainSample, micro_batches, pack, token_sample
 from core_trainer.exact import level
 from core_trainer.exact.paged import ENGINES
 from core_trainer.forward import sample_log_probs, scores
-from core_trainer.rollout.engine import GenerateRequest
-from core_trainer.rollout.native.engine import NativeEngine
+from core_trainer.rollout.engine import GenerateRequest, RolloutEngine
 from core_trainer.types import SamplingParams, Turn
 from rlinsight import names, telemetry
 from rlinsight.errors import EngineError
@@ -30,6 +30,8 @@ LENGTHS = ((1, 90), (17, 70), (17, 5), (40, 1), (63, 4), (64, 3), (65, 2), (130,
 LONGEST = 520  # tokens of the longest sequence that is tried, where the run's own are as long
 LONG_RESPONSE = 8  # of them sampled
 TOKEN_BUDGET = 1024  # of a micro-batch, so that there are some, of different shapes
+
+E = TypeVar("E", bound=RolloutEngine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +47,21 @@ class Result:
 def exact_engine(
     levels: Sequence[level.Level],
     model: PreTrainedModel,
-    build: Callable[[type[NativeEngine]], NativeEngine],
+    build: Callable[[type[E]], E],
     stop_token_ids: Sequence[int],
     temperature: float,
     longest: int,
-) -> NativeEngine:
+    engines: Mapping[level.Level, type[Any]] = ENGINES,
+) -> E:
     """The engine at the first of the levels whose self-test passes; the model is left at that level.
 
-    ``build`` makes an engine of a class; ``longest`` is the longest sequence of the run, in tokens. Raises EngineError,
-    which tells each level's first difference, when none passes.
+    ``build`` makes an engine of a class of ``engines``; ``longest`` is the longest sequence of the run, in tokens.
+    Raises EngineError, which tells each level's first difference, when none passes.
     """
     failures = []
     for candidate in levels:
         level.enable(model, candidate)
-        engine = build(ENGINES[candidate])
+        engine = build(engines[candidate])
         with telemetry.span(names.EXACT_TEST, {names.EXACT_LEVEL: candidate, names.BUCKET: "overhead"}) as span:
             result = compare(model, engine, stop_token_ids, temperature, longest)
             span.set(
@@ -80,7 +83,7 @@ def exact_engine(
 
 def compare(
     model: PreTrainedModel,
-    engine: NativeEngine,
+    engine: RolloutEngine,
     stop_token_ids: Sequence[int],
     temperature: float,
     longest: int,
@@ -137,7 +140,7 @@ def make_requests(
     return requests
 
 
-async def _generate(engine: NativeEngine, requests: Sequence[GenerateRequest]) -> list[Turn]:
+async def _generate(engine: RolloutEngine, requests: Sequence[GenerateRequest]) -> list[Turn]:
     return await asyncio.gather(*[engine.generate(request) for request in requests])
 
 

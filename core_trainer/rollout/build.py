@@ -60,16 +60,16 @@ def build_engine(
         return _vllm_servers(rollout, model, tokenizer, stop_token_ids, length, servers[rank::world_size])
     from core_trainer.rollout.vllm.engine import VllmEngine
 
-    return VllmEngine(
-        model,
-        tokenizer,
-        model_dir,
-        stop_token_ids,
-        rollout.max_batch_size,
-        length,
-        rollout.vllm,
-        replica,
-    )
+    def vllm(kind: type[VllmEngine]) -> VllmEngine:
+        size, section = rollout.max_batch_size, rollout.vllm
+        return kind(model, tokenizer, model_dir, stop_token_ids, size, length, section, replica)
+
+    if rollout.exact == "off":
+        return vllm(VllmEngine)
+    from core_trainer.rollout.vllm.exact import ENGINES
+
+    levels = level.candidates(rollout.exact)
+    return exact_engine(levels, model, vllm, stop_token_ids, rollout.temperature, length, ENGINES)
 
 
 def _vllm_servers(

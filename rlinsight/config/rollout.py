@@ -128,7 +128,7 @@ class RolloutSection(Section):
     max_batch_size: int = Field(default=256, ge=1, description="rollouts decoded at once per worker")
     exact: Literal["off", "auto", "mkl", "tile"] = Field(
         default="off",
-        description="compute the engine's log-probs and the trainer's alike to the last bit; native engine, on a CPU. "
+        description="compute the engine's log-probs and the trainer's alike to the last bit; native and vllm, on a CPU. "
         "mkl: MKL's strict mode; tile: products of one shape; true or auto: the first that passes its test at start",
     )
     request_timeout_s: float = Field(
@@ -157,10 +157,10 @@ class RolloutSection(Section):
 
     @model_validator(mode="after")
     def _engine_options(self) -> RolloutSection:
-        if self.engine != "native" and self.exact != "off":
+        if self.engine not in ("native", "vllm") and self.exact != "off":
             raise ValueError(
-                f"exact={self.exact} works with engine: native only, not {self.engine}, whose kernels are not the "
-                "trainer's; set exact: off or engine: native"
+                f"exact={self.exact} works with engine: native or vllm only, not {self.engine}, whose kernels are not "
+                "the trainer's; set exact: off or engine: native"
             )
         # Defaults are let through, so that a resolved config can be loaded again.
         if self.engine != "native" and self.native != NativeSection():

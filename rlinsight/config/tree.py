@@ -60,6 +60,17 @@ class Config(Section):
                 f"telemetry.token_decimals={self.telemetry.token_decimals} rounds what rollout.exact={exact} keeps "
                 "equal to the last bit; remove token_decimals"
             )
+        if self.rollout.engine == "vllm":
+            if self.model.lora is not None:
+                raise ValueError(
+                    f"rollout.exact={exact} with rollout.engine: vllm works without adapters, which vLLM gets merged; "
+                    "remove model.lora, or set rollout.engine: native and model.lora.sync: adapter"
+                )
+            if self.model.compute_dtype != "float32":
+                raise ValueError(
+                    f"rollout.exact={exact} with rollout.engine: vllm computes in float32, as vLLM's norms keep sums "
+                    f"unrounded; model.compute_dtype={self.model.compute_dtype} needs rollout.engine: native"
+                )
         if self.model.lora is not None and self.model.lora.sync == "merged":
             raise ValueError(
                 f"rollout.exact={exact} needs adapters computed as training computes them; set model.lora.sync: adapter"

@@ -93,7 +93,7 @@ class VllmEngine:
             "use_tqdm_on_load": False,
         }
         try:
-            self._engine = _start(arguments)
+            self._engine = self._start(arguments)
         except Exception as error:  # vLLM raises whatever its parts raise; kept as the cause
             raise EngineError(
                 f"vLLM cannot start on {model_dir} with rollout.vllm.kv_cache_gib={section.kv_cache_gib:g}: "
@@ -182,6 +182,18 @@ class VllmEngine:
     def close(self) -> None:
         """End vLLM in this process and give its memory back; other engines of the process end with it."""
         self._engine.engine_core.shutdown()
+
+    def _start(self, arguments: dict[str, Any]) -> Any:
+        """A vLLM engine that leaves the process's threads to the trainer."""
+        threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # Ray sets 1, which vLLM would take as its share of the cores
+        try:
+            engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        finally:
+            torch.set_num_threads = set_num_threads  # on CPU vLLM replaces it by a warning
+            set_num_threads(threads)
+        engine.collective_rpc("rlinsight_start")
+        return engine
 
     def _abandon(self, sequence: Sequence) -> None:
         """Stop what nobody waits for any more; nothing when it was answered. Who went away records it."""
@@ -362,16 +374,3 @@ def _served(stats: Any) -> Served:
         e2e_s=stats.first_token_latency + stats.last_token_ts - stats.first_token_ts,
         num_preemptions=stats.num_preemptions,
     )
-
-
-def _start(arguments: dict[str, Any]) -> Any:
-    """A vLLM engine that leaves the process's threads to the trainer."""
-    threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
-    os.environ["OMP_NUM_THREADS"] = str(threads)  # Ray sets 1, which vLLM would take as its share of the cores
-    try:
-        engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
-    finally:
-        torch.set_num_threads = set_num_threads  # on CPU vLLM replaces it by a warning
-        set_num_threads(threads)
-    engine.collective_rpc("rlinsight_start")
-    return engine
