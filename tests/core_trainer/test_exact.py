@@ -287,13 +287,14 @@ def train(path: Path, source: Path, threads: int, **sections: Any) -> list[list[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("exact", ["mkl", "tile"])
+@pytest.mark.parametrize(("exact", "dtype"), [("mkl", "float32"), ("tile", "float32"), ("tile", "bfloat16")])
 @pytest.mark.parametrize(("threads", "temperature"), [(1, 1.0), (2, 0.7)])
 def test_training_has_not_one_mismatched_token(
-    tmp_path: Path, tiny_model: Path, exact: str, threads: int, temperature: float
+    tmp_path: Path, tiny_model: Path, exact: str, dtype: str, threads: int, temperature: float
 ) -> None:
     """Responses beyond a block of 64, weights that change: 0 tokens and a KL of 0.0 at every step, not nearly."""
-    steps = train(tmp_path, tiny_model, threads, rollout={"exact": exact, "temperature": temperature})
+    sections = {"rollout": {"exact": exact, "temperature": temperature}, "model": {"compute_dtype": dtype}}
+    steps = train(tmp_path, tiny_model, threads, **sections)
     assert len(steps) == 3
     for mismatched, kl, gradient in steps:
         assert (mismatched, kl) == (0.0, 0.0)
