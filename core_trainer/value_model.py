@@ -80,26 +80,35 @@ def sample_values(
 
 
 def scores_and_values(
-    model: PreTrainedModel, head: ValueHead, batch: PackedBatch, temperature: float, *, entropy_gradient: bool = False
+    model: PreTrainedModel, head: ValueHead, batch: PackedBatch, temperature: float, **wanted: bool
 ) -> tuple[TokenScores, Tensor]:
     """What ``forward.scores`` and ``values`` give, from one pass through the backbone that the two share."""
     hidden = hidden_states(model, batch)
-    return hidden_scores(model, hidden, batch, temperature, entropy_gradient=entropy_gradient), head(hidden)
+    return hidden_scores(model, hidden, batch, temperature, **wanted), head(hidden)
 
 
 @torch.no_grad()
-def sample_log_probs_and_values(
-    model: PreTrainedModel, head: ValueHead, samples: Sequence[TrainSample], temperature: float, token_budget: int
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Log-probs [T] and values [T] of each sample's tokens, in the order of ``samples``."""
-    found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+def sample_scores_and_values(
+    model: PreTrainedModel,
+    head: ValueHead,
+    samples: Sequence[TrainSample],
+    temperature: float,
+    token_budget: int,
+    *,
+    sum_pi_squared: bool = False,
+) -> dict[str, list[np.ndarray]]:
+    """``log_probs``, ``values`` and, if asked for, ``sum_pi_squared``, each arrays [T] in the order of ``samples``."""
+    found: dict[str, dict[str, np.ndarray]] = {}
     for part in micro_batches(samples, token_budget):
         batch = pack(part, model.device)
-        scores, current = scores_and_values(model, head, batch, temperature)
-        columns = zip(batch.samples, batch.split(scores.log_probs), batch.split(current), strict=True)
-        found |= {sample.rollout_id: (log_probs, array) for sample, log_probs, array in columns}
-    ordered = [found[sample.rollout_id] for sample in samples]
-    return [log_probs for log_probs, _ in ordered], [array for _, array in ordered]
+        scores, current = scores_and_values(model, head, batch, temperature, sum_pi_squared=sum_pi_squared)
+        tensors = {"log_probs": scores.log_probs, "values": current}
+        if scores.sum_pi_squared is not None:
+            tensors["sum_pi_squared"] = scores.sum_pi_squared
+        for name, tensor in tensors.items():
+            columns = zip(batch.samples, batch.split(tensor), strict=True)
+            found.setdefault(name, {}).update({sample.rollout_id: array for sample, array in columns})
+    return {name: [arrays[sample.rollout_id] for sample in samples] for name, arrays in found.items()}
 
 
 # Loss and statistics -------------------------------------------------------------------------------------------------
@@ -199,8 +208,16 @@ def weighted_value_loss(current: Tensor, batch: PackedBatch, clip: float | None)
 
 def critic_metrics(updates: Sequence[OptimizerStats]) -> dict[str, float]:
     """Step metrics of the optimizer steps, at least one, of a critic of its own."""
+
+    def mean(norms: Sequence[float]) -> float:
+        return sum(norms) / len(norms)
+
     return {
-        names.M_CRITIC_GRAD_NORM: sum(update.grad_norm for update in updates) / len(updates),
+        names.M_CRITIC_GRAD_NORM: mean([update.grad_norm for update in updates]),
+        **{
+            names.M_CRITIC_GRAD_NORM_GROUPS[group]: mean([update.grad_norms[group] for update in updates])
+            for group in updates[0].grad_norms
+        },
         names.M_CRITIC_LR: updates[-1].learning_rate,
     }
 

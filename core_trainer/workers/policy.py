@@ -150,17 +150,15 @@ class PolicyWorker(Worker):
         """Under the current weights, arrays [T] of each sample's tokens by the name of TrainSample's field: their
         log-probs, the values of a head on this model, and the sum of squared probabilities where an advantage asks.
         """
-        budget = self.micro_batch_tokens
+        how = (samples, self.temperature, self.micro_batch_tokens)
         wanted = self.wants_sum_pi_squared
         with self.hybrid.training():
             if self.head is not None:
-                found = value_model.sample_log_probs_and_values(
-                    self.model, self.head, samples, self.temperature, budget
-                )
-                return {"old_log_probs": found[0], "values": found[1]}
-            scored = sample_scores(self.model, samples, self.temperature, budget, sum_pi_squared=wanted)
-        arrays = {"old_log_probs": scored["log_probs"]}
-        return arrays | {"sum_pi_squared": scored["sum_pi_squared"]} if wanted else arrays
+                scored = value_model.sample_scores_and_values(self.model, self.head, *how, sum_pi_squared=wanted)
+            else:
+                scored = sample_scores(self.model, *how, sum_pi_squared=wanted)
+        kept = {"log_probs": "old_log_probs", "values": "values", "sum_pi_squared": "sum_pi_squared"}
+        return {kept[name]: arrays for name, arrays in scored.items() if name in kept}
 
     def ref_log_probs(self, samples: Sequence[TrainSample]) -> dict[str, list[np.ndarray]]:
         """Log-probs [T] under the model without its adapters, which is the reference of a policy that trains only

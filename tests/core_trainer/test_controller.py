@@ -541,6 +541,7 @@ def test_critic_warmup_leaves_the_policy_alone(tmp_path: Path) -> None:
     assert controller.policy_version == 2
     assert bench.metric(names.M_GRAD_NORM) == ["absent", 1.0]
     assert bench.metric(names.M_CRITIC_GRAD_NORM) == [1.0, 1.0]
+    assert bench.metric(names.M_CRITIC_GRAD_NORM_GROUPS["mlp"]) == [1.0, 1.0]
     assert bench.metric(names.M_VALUE_LOSS) == [0.0, 0.0]
     assert bench.metric(names.M_KL_COEF) == [0.05, 0.05]
 

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from core_trainer import checkpoint, value_model
+from core_trainer.algorithms import registry
 from core_trainer.batching import TrainSample
+from core_trainer.forward import sample_scores
 from core_trainer.job import Job
 from core_trainer.value_model import ValueHead
 from core_trainer.workers.base import Place
@@ -29,14 +31,17 @@ def _telemetry_ends() -> Iterator[None]:
     telemetry.shutdown(0)
 
 
-def make_worker(model: Path, path: Path, resume: Path | None = None, **critic: Any) -> PolicyWorker:
+def make_worker(
+    model: Path, path: Path, resume: Path | None = None, algorithm: dict[str, Any] | None = None, **critic: Any
+) -> PolicyWorker:
     """A worker in this process, in float32."""
     tree = {
         "run": {"seed": SEED},
         "model": {"source": str(model), "compute_dtype": "float32"},
         "data": {"train": "d.jsonl"},
         "reward": {"functions": [{"type": "numeric"}]},
-        "algorithm": {"name": "ppo", "num_epochs": 2, "kl": None, "critic": {"type": "shared", **critic}},
+        "algorithm": {"name": "ppo", "num_epochs": 2, "kl": None, "critic": {"type": "shared", **critic}}
+        | (algorithm or {}),
         "trainer": {"learning_rate": 1e-3, "warmup_steps": 3},
     }
     job = Job(run_id="r", attempt=1, run_dir=path, spool_dir=path / "spool", collector=None)
@@ -78,6 +83,30 @@ def test_a_fresh_head_comes_from_the_seed(tmp_path: Path, tiny_model: Path) -> N
     samples = off_policy_samples()
     for mine, sample in zip(worker.log_probs(samples)["values"], samples, strict=True):
         np.testing.assert_allclose(mine, naive_values(model, sample).detach().numpy(), atol=1e-5)
+
+
+def test_one_pass_gives_all_that_an_advantage_may_ask_for(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values and sums of squared probabilities together, the latter as a run without a critic computes them."""
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    plugin = tmp_path / "both.py"
+    plugin.write_text(
+        "from core_trainer.algorithms.registry import advantage\n"
+        "@advantage('of_shared_critic')\n"
+        "def both(token_rewards, values, sum_pi_squared):\n"
+        "    return token_rewards - values * sum_pi_squared, token_rewards\n"
+    )
+    algorithm = {"plugins": [str(plugin)], "advantage": {"type": "of_shared_critic"}}
+    worker, plain = make_worker(tiny_model, tmp_path, algorithm=algorithm), make_worker(tiny_model, tmp_path)
+    samples = off_policy_samples()
+    found, without = worker.log_probs(samples), plain.log_probs(samples)
+    assert (set(found), set(without)) == ({"old_log_probs", "values", "sum_pi_squared"}, {"old_log_probs", "values"})
+    expected = sample_scores(plain.model, samples, 1.0, 4096, sum_pi_squared=True)["sum_pi_squared"]
+    for mine, theirs in zip(found["sum_pi_squared"], expected, strict=True):
+        assert np.array_equal(mine, theirs)
+    for name in without:
+        assert all(np.array_equal(mine, theirs) for mine, theirs in zip(found[name], without[name], strict=True))
 
 
 def test_a_resumed_head_is_the_uninterrupted_one(tmp_path: Path, tiny_model: Path) -> None:

@@ -96,8 +96,9 @@ def test_a_shared_backbone_gets_both_gradients(tiny_model: Path, entropy_coef: f
         gradients.append({name: p.grad for name, p in both.named_parameters()})
         outputs.append((found.log_probs.detach(), current.detach()))
         if shared:
-            arrays = value_model.sample_log_probs_and_values(policy, head, samples, 0.7, 30)
-            for mine, whole in zip(arrays, outputs[0], strict=True):
+            arrays = value_model.sample_scores_and_values(policy, head, samples, 0.7, 30)
+            assert list(arrays) == ["log_probs", "values"]
+            for mine, whole in zip(arrays.values(), outputs[0], strict=True):
                 np.testing.assert_allclose(np.concatenate(mine), whole.numpy(), atol=1e-5)
     for mine, theirs in zip(*outputs, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=0)
