@@ -17,7 +17,7 @@ from core_trainer.job import Job
 from core_trainer.logprobs import TokenScores
 from core_trainer.workers.base import Place
 from core_trainer.workers.policy import PolicyWorker
-from rlinsight import config, telemetry
+from rlinsight import config, names, telemetry
 from tests.core_trainer.scripted_engine import ScriptedEngine
 from tests.core_trainer.scripted_server import ScriptedServer
 from tests.core_trainer.test_shared_prefix import naive_log_probs, ragged_samples
@@ -71,6 +71,35 @@ def test_an_engine_that_drops_its_weights_is_given_them_again(
     finally:
         telemetry.shutdown(0)
     assert engine.calls == ["wake", *expected]
+
+
+@pytest.mark.parametrize("budget", [1, 25, 10_000])
+@pytest.mark.parametrize("critic", [None, {"type": "shared"}], ids=["no critic", "shared critic"])
+def test_the_skipped_pass_would_give_the_updates_own_log_probs(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, budget: int, critic: dict[str, Any] | None
+) -> None:
+    """Bit for bit, whatever the micro-batches: so one on-policy update needs no pass before it."""
+    recorded: dict[str, dict[str, np.ndarray]] = {}
+    monkeypatch.setattr(
+        "core_trainer.workers.policy.record_trained",
+        lambda sample, version, found, clipped: recorded.update({sample.rollout_id: found}),
+    )
+    algorithm = {"name": "ppo", "kl": None, "num_mini_batches": 1, "critic": critic} if critic else {}
+    worker = make_worker(
+        tiny_model, tmp_path, algorithm=algorithm, trainer={"micro_batch_tokens": budget}, rollout={"temperature": 0.7}
+    )
+    try:
+        samples = ragged_samples()
+        for sample in samples:
+            zeros = np.zeros(sample.num_tokens, dtype=np.float32)
+            sample.token_weight, sample.values, sample.returns = 1.0, zeros, zeros
+        before = worker.log_probs(samples)["old_log_probs"]
+        worker.forward_backward(samples, 0.0, record=True)
+    finally:
+        telemetry.shutdown(0)
+    for sample, expected in zip(samples, before, strict=True):
+        for name in (names.LOG_PROBS_ARRAY, names.OLD_LOG_PROBS_ARRAY):
+            assert np.array_equal(recorded[sample.rollout_id][name], expected), (sample.rollout_id, name)
 
 
 def samples_off_policy() -> list[TrainSample]:
