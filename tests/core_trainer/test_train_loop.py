@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from core_trainer import checkpoint, cluster, controller
+from core_trainer.algorithms import registry
 from core_trainer.job import Job, RunSummary, StepReport
 from core_trainer.workers.base import Place
 from rlinsight import config, names, telemetry
@@ -116,7 +117,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "adapters": {
         "algorithm": {"kl": {"coef": 0.1}},
         "model": {"lora": {"rank": 4}},
-        "trainer": {"learning_rate": 1e-2},
+        "trainer": {"learning_rate": 1e-2, "warmup_steps": 1, "lr_schedule": "cosine"},
     },
     "dapo with correction": {
         "algorithm": {
@@ -194,6 +195,49 @@ def test_the_same_seed_and_config_give_two_equal_runs(tmp_path: Path, tiny_model
     assert weights.keys() == weights_two.keys()
     assert all(torch.equal(weights[key], weights_two[key]) for key in weights)
     assert not all(torch.equal(weights[key], weights_other[key]) for key in weights)
+
+
+def test_parts_of_ones_own_stand_in_for_built_in_ones(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A KL estimator, an aggregation and a treatment of importance ratios, written anew in a plugin: the same run."""
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    plugin = tmp_path / "parts.py"
+    plugin.write_text(
+        "import torch\n"
+        "from core_trainer.algorithms.registry import aggregation, importance, kl_estimator\n"
+        "@kl_estimator('own_k2')\n"
+        "def k2(log_probs, other):\n"
+        "    return (log_probs - other) ** 2 / 2\n"
+        "@aggregation('own_sum')\n"
+        "def token_sum(num_loss_tokens):\n"
+        "    return torch.ones_like(num_loss_tokens, dtype=torch.float64)\n"
+        "@importance('own_cut')\n"
+        "def cut(ratio, *, high: float = 2.0):\n"
+        "    return ratio.clamp(max=high)\n"
+    )
+    runs = []
+    for part, names_, plugins in (
+        ("own", ("own_k2", "own_sum", "own_cut"), [str(plugin)]),
+        ("built in", ("k2", "token-sum", "truncate"), []),
+    ):
+        (tmp_path / part).mkdir()
+        estimator, aggregation, treatment = names_
+        algorithm = {
+            "plugins": plugins,
+            "kl": {"estimator": estimator, "coef": 0.1},
+            "aggregation": aggregation,
+            "correction": {"importance": {"treatment": {"type": treatment, "high": 0.9}}},
+        }
+        watcher = Watcher()
+        done = train(tmp_path / part, tiny_model, watcher, algorithm=algorithm)
+        assert done.checkpoint is not None
+        runs.append((watcher.steps, load_file(done.checkpoint / "model.safetensors")))
+    (steps, weights), (built_in, built_in_weights) = runs
+    assert steps == built_in
+    assert (steps[-1][names.M_KL_LOSS] or 0) > 0
+    assert steps[-1][names.M_CORRECTION["weight_mean"]] == pytest.approx(0.9, rel=1e-3)
+    assert all(torch.equal(weights[key], built_in_weights[key]) for key in weights)
 
 
 def test_a_checkpoint_of_another_algorithm_is_refused(tmp_path: Path, tiny_model: Path) -> None:
