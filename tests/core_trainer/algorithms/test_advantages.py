@@ -86,7 +86,16 @@ def test_grpo_adds_epsilon_to_the_std() -> None:
     rewards = torch.tensor([1.0, 1.00001, 2.0, 2.00001], dtype=torch.float64)
     got = advantages.grpo(rewards, torch.tensor([0, 0, 1, 1]))
     expected = 0.000005 / (0.00001 / math.sqrt(2) + 1e-6)
-    np.testing.assert_allclose(got.numpy(), [-expected, expected, -expected, expected], rtol=1e-4)
+    np.testing.assert_allclose(got.numpy(), [-expected, expected, -expected, expected], rtol=0, atol=1e-6)
+
+
+def test_reinforce_plus_plus_baseline_by_hand() -> None:
+    """Rewards 1, 0 | 3, 1 are +-0.5 and +-1 about their means, of variance 2.5 / 3 over the four tokens."""
+    rewards, groups = torch.tensor([1.0, 0.0, 3.0, 1.0]), torch.tensor([0, 0, 1, 1])
+    mask = torch.ones(4, 1, dtype=torch.bool)
+    inputs = {"rewards": rewards, "groups": groups, "mask": mask}
+    got = registry.find("advantage", "reinforce_plus_plus_baseline").call(inputs, {})
+    np.testing.assert_allclose(got[:, 0].numpy(), [0.547723, -0.547723, 1.095445, -1.095445], rtol=0, atol=1e-6)
 
 
 def test_reinforce_plus_plus_skips_masked_tokens_without_discount() -> None:

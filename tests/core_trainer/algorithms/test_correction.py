@@ -77,6 +77,17 @@ def naive_weights(
     return [[w / mean for w in row] for row in out] if mean > 1e-8 else out
 
 
+def test_masked_importance_by_hand() -> None:
+    """Ratios 0.4, 0.6 | 1.5, 1.5 in [0.5, 2]: by token only 0.4 is outside, by rollout, in [0.2, 2], only 2.25."""
+    old = torch.tensor([[0.4, 0.6], [1.5, 1.5]], dtype=torch.float64).log()
+    inputs = old, torch.zeros_like(old), torch.ones(2, 2, dtype=torch.bool)
+    by_token = correction.importance_weights(*inputs, treatment="mask", low=0.5, high=2.0)
+    np.testing.assert_allclose(by_token.weights.numpy(), [[0, 0.6], [1.5, 1.5]], rtol=1e-12)
+    assert by_token.metrics["weight_bounded_fraction"] == 1 / 4
+    by_rollout = correction.importance_weights(*inputs, level="sequence", treatment="mask", low=0.2, high=2.0)
+    np.testing.assert_allclose(by_rollout.weights.numpy(), [[0.24, 0.24], [0, 0]], rtol=1e-12)
+
+
 @pytest.mark.parametrize("options", WEIGHTS)
 @settings(max_examples=20, deadline=None)
 @given(seed=SEEDS)
