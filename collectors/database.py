@@ -76,6 +76,7 @@ class Database:
         if self._quack:
             with suppress(duckdb.Error):  # after a fatal error DuckDB answers nothing, and closing is all that is left
                 self.con.execute(f"CALL quack_stop('{self._quack}')")
+        self.memory.close()
         self.con.close()
 
     def serve_sql(self, port: int, token: str) -> str:

@@ -7,6 +7,7 @@ makes DuckDB let go of cached blocks at once, and it has no other statement for 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -25,8 +26,11 @@ class MemoryLimit:
 
     def __init__(self, con: duckdb.DuckDBPyConnection, available: int) -> None:
         self._con = con.cursor()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._closed = False
         self._users = 1
+        self._lent_until = 0.0  # time.monotonic()
+        self._timer: threading.Timer | None = None  # one, for all that was lent
         self._query_bytes = min(QUERY_BYTES, int(available * SHARE))
         self._ingest_bytes = min(INGEST_BYTES, self._query_bytes)
         self._set(self._query_bytes)
@@ -58,5 +62,39 @@ class MemoryLimit:
             except duckdb.OutOfMemoryException:  # the limit is set all the same
                 self._set(self._query_bytes)
 
+    def lend(self, seconds: float) -> None:
+        """Somebody needs much memory from here on and will not tell when no more: for so long, at least."""
+        with self._lock:
+            self._lent_until = time.monotonic() + seconds
+            if self._timer is None and not self._closed:
+                self.widen()
+                self._take_back_in(seconds)
+
+    def _take_back_in(self, seconds: float) -> None:
+        self._timer = threading.Timer(seconds, self._take_back)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _take_back(self) -> None:
+        """What was lent, unless somebody was lent it anew meanwhile."""
+        with self._lock:
+            left = self._lent_until - time.monotonic()
+            if self._closed:
+                return
+            if left > 0:
+                self._take_back_in(left)
+            else:
+                self._timer = None
+                self.narrow()
+
+    def close(self) -> None:
+        """Let go of the database, which is about to be closed."""
+        with self._lock:
+            self._closed = True
+            if self._timer is not None:
+                self._timer.cancel()
+            self._con.close()
+
     def _set(self, size: int) -> None:
-        self._con.execute(f"SET memory_limit = '{size}B'")
+        if not self._closed:
+            self._con.execute(f"SET memory_limit = '{size}B'")

@@ -19,6 +19,9 @@ from rlinsight.errors import StoreError
 from rlinsight.statements import check
 from rlinsight.store import TIMEOUT_S
 
+# After a yes the statement has the memory it was rehearsed with for so long. Nothing tells when it ends; by then it has
+# what it collects, sorts and groups, and is sending its rows, or holds so much that the limit stays (memory.py).
+MEMORY_S = 2 * TIMEOUT_S
 MAX_REHEARSALS = 4  # at once; the rest wait
 _RELATION = re.compile(r"FROM \w+")  # ends, and is what rlinsight.connect() asks of each relation to learn its columns
 
@@ -41,6 +44,7 @@ class Gate:
         except (StoreError, duckdb.Error):
             return False
         if _RELATION.fullmatch(sql):
+            self._queries.lend_memory(MEMORY_S)
             return True
         if not self._slots.acquire(timeout=self._timeout_s):
             return False
@@ -57,15 +61,19 @@ class Gate:
             return False
         timer = threading.Timer(self._timeout_s, con.interrupt)
         timer.start()
+        ends = False
         try:
             con.execute("BEGIN TRANSACTION READ ONLY")
             for _ in con.execute(sql).to_arrow_reader():
                 pass
+            ends = True
         except duckdb.InterruptException:
-            return False
+            pass
         except duckdb.Error:
-            return not self._queries.closed
+            ends = not self._queries.closed
         finally:
             timer.cancel()
+            if ends:  # before the memory of the rehearsal is taken back
+                self._queries.lend_memory(MEMORY_S)
             self._queries.release(con)
-        return True
+        return ends

@@ -40,6 +40,10 @@ class Queries:
             self._changed.notify_all()
         self._memory.narrow()
 
+    def lend_memory(self, seconds: float) -> None:
+        """Give a query that has no connection of ours the memory of one, for so long from now on."""
+        self._memory.lend(seconds)
+
     def close(self) -> None:
         """Give out no more, and interrupt those that are out until all are back, or for CLOSE_TIMEOUT_S."""
         with self._changed:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 
 import duckdb
@@ -14,6 +16,7 @@ from collectors.intake import Intake
 from collectors.limits import memory_bytes
 from collectors.memory import INGEST_BYTES, QUERY_BYTES, SHARE, MemoryLimit
 from collectors.payload import PROTOBUF
+from collectors.quack import Gate
 from collectors.writer import MAX_GROUP_SHARED_BYTES, Writer
 
 GIB = 1024**3
@@ -84,6 +87,43 @@ def test_a_query_that_holds_more_keeps_its_memory(monkeypatch: pytest.MonkeyPatc
     con.execute("SET max_temp_directory_size = '0B'")  # nowhere to spill to: what is held stays in memory
     limit.narrow()
     assert _limit(con) == wide
+
+
+def test_what_is_lent_is_taken_back_after_the_last_loan() -> None:
+    """A later loan renews the one that is out; one timer takes it back, and none outlives the database."""
+    con = duckdb.connect()
+    limit = MemoryLimit(con, 64 * GIB)
+    limit.narrow()
+    before = set(threading.enumerate())
+    for _ in range(20):
+        limit.lend(3)
+    assert len(set(threading.enumerate()) - before) == 1
+    time.sleep(2)
+    limit.lend(3)
+    time.sleep(2)
+    assert _limit(con) == _text(QUERY_BYTES)
+    deadline = time.monotonic() + 10
+    while _limit(con) != _text(INGEST_BYTES):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    limit.lend(60)
+    limit.close()
+    deadline = time.monotonic() + 10
+    while set(threading.enumerate()) - before:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("sql", ["FROM runs", "SELECT 1"])
+def test_a_statement_let_through_quack_has_a_querys_memory(sql: str, tmp_path: Path) -> None:
+    """Quack runs it after the question, and does not say when it ends."""
+    with Database(tmp_path / "s.duckdb") as database:
+        database.memory.narrow()
+        gate = Gate(database.queries)
+        assert not gate("session", "CREATE TABLE x (a INT)")
+        assert _limit(database.con) == _text(INGEST_BYTES)
+        assert gate("session", sql)
+        assert _limit(database.con) == _text(min(QUERY_BYTES, int(memory_bytes() * SHARE)))
 
 
 def test_a_batch_of_the_largest_size_allowed_is_stored(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from collectors import quack
 from collectors.memory import MemoryLimit
 from collectors.otlp_http import MAX_QUERIES
 from collectors.queries import Queries
-from rlinsight.attach import extension
+from rlinsight.attach import connect, extension
 from rlinsight.errors import StoreError
 from rlinsight.store import query
 from tests.collectors.live import Collector, collector
@@ -146,6 +146,14 @@ def test_a_quack_client_that_reads_half_an_answer_blocks_nobody(running: Collect
     _store(running, range(5, 30))
     assert _count(running) == 30
     assert len(result.fetchall()) == 5 * 300_000 - 10
+
+
+def test_a_statement_through_quack_has_a_querys_memory(running: Collector) -> None:
+    """One value over what ingest gets: the statement runs with what its rehearsal had."""
+    store = Path(running.endpoint.store)
+    with connect(store) as con:
+        con.execute("CREATE TABLE got AS FROM in_store('SELECT list(range) AS numbers FROM range(30000000)')")
+        assert con.execute("SELECT len(numbers) FROM got").fetchall() == [(30_000_000,)]
 
 
 def test_quack_refuses_what_does_not_end(tmp_path: Path) -> None:
