@@ -2,10 +2,11 @@
 
     python benchmarks/vllm_exact.py   # in the environment of `make vllm`; writes benchmarks/results/vllm_exact.md
 
-SmolLM2-135M-Instruct in float32, vLLM in this process. Each operation of vLLM's forward pass, in each layer, is computed
-again from the very inputs vLLM gave it, as the trainer computes it at a level of exact mode: while prompts are computed
-and while 1, 3 and 8 sequences decode. Then the self-test of exact mode compares sampled log-probs with those of training.
-Once for vLLM as it is and once for ``rollout.exact``, each in a process of its own, since MKL reads its mode once.
+SmolLM2-135M-Instruct in float32, vLLM in this process. The self-test of exact mode compares sampled log-probs with
+those of training. Then each operation of vLLM's forward pass, in each layer, is computed again from the very inputs
+vLLM gave it, as the trainer computes it at a level of exact mode: while prompts are computed and while 1, 3 and 8
+sequences decode. Once for vLLM as it is and once for ``rollout.exact``, each in a process of its own, since MKL reads
+its mode once.
 """
 
 from __future__ import annotations
@@ -268,8 +269,8 @@ def report(results: dict[tuple[str, bool], dict[str, Any]]) -> str:
         f"{_processor()}, {torch.get_num_threads()} threads, {time.strftime('%Y-%m-%d')}. vLLM {__version__} in the "
         f"process, torch {torch.__version__},",
         "eager, float32, SmolLM2-135M-Instruct. Each operation is computed again from the inputs vLLM gave it, as the",
-        f"trainer computes it in exact mode: prompts of {min(PROMPTS)} to {max(PROMPTS)} tokens, then {DECODED} tokens of "
-        f"{', '.join(map(str, BATCHES))} sequences. A cell says",
+        f"trainer computes it in exact mode: prompts of {min(PROMPTS)} to {max(PROMPTS)} tokens, then {DECODED} tokens "
+        f"of {', '.join(map(str, BATCHES))} sequences. A cell says",
         "which share of the numbers, of all layers, differ in a bit, and the largest difference.",
     ]
     for level in LEVELS:

@@ -128,8 +128,9 @@ class RolloutSection(Section):
     max_batch_size: int = Field(default=256, ge=1, description="rollouts decoded at once per worker")
     exact: Literal["off", "auto", "mkl", "tile"] = Field(
         default="off",
-        description="compute the engine's log-probs and the trainer's alike to the last bit; native and vllm, on a CPU. "
-        "mkl: MKL's strict mode; tile: products of one shape; true or auto: the first that passes its test at start",
+        description="compute the engine's log-probs and the trainer's alike to the last bit; native or vllm, on a "
+        "CPU. mkl: MKL's strict mode; tile: products of one shape; true or auto: the first that passes its test at "
+        "start",
     )
     request_timeout_s: float = Field(
         default=3600.0,

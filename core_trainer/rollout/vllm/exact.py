@@ -1,4 +1,4 @@
-"""vLLM in exact mode: its layers compute by the functions of ``core_trainer.exact``, so its log-probs are the trainer's.
+"""vLLM in exact mode: its layers compute by the functions of ``core_trainer.exact``, and have the trainer's log-probs.
 
 ``ExactVllm`` starts vLLM with other classes in the places it builds a model from: plain products in place of prepacked
 ones, block attention over vLLM's paged cache, whole vectors in the activation, and the sampler's log-softmax. The
