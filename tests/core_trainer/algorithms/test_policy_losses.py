@@ -150,6 +150,46 @@ def test_gmpo_is_the_geometric_mean_of_clipped_ratios() -> None:
     assert result.clipped.tolist() == [True, False]
 
 
+def test_sapo_by_hand() -> None:
+    """At ratio 1 the gate is 4 / tau sigmoid(0) = 2, the gradient -A; ratio 2 with A = -1: 4 / 1.05 sigmoid(1.05)."""
+    x = {
+        "log_probs": torch.tensor([0.5, 0.4], dtype=torch.float64).log(),
+        "old_log_probs": torch.tensor([0.5, 0.2], dtype=torch.float64).log(),
+        "advantages": torch.tensor([2.0, -1.0]),
+        "mask": torch.ones(2, dtype=torch.bool),
+    }
+    result, grad = gradient(x, "sapo", {}, torch.ones(2))
+    np.testing.assert_allclose(result.loss.detach().numpy(), [-4, 2.822000], rtol=0, atol=1e-6)
+    np.testing.assert_allclose(grad.numpy(), [-2, 4 * 0.740775 * 0.259225 * 2], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "current", "old", "advantage", "loss"),
+    [
+        ("dppo_tv", {}, 0.6, 0.5, 1.0, 0.612991),  # rose by 0.1: -1.2 ln 0.6
+        ("dppo_tv", {}, 0.69, 0.5, 1.0, 0.512068),  # by 0.19: -1.38 ln 0.69
+        ("dppo_tv", {}, 0.71, 0.5, 1.0, 0.0),  # by 0.21
+        ("dppo_tv", {}, 0.8, 0.5, -1.0, -0.357030),  # moves back: 1.6 ln 0.8
+        ("dppo_tv", {"max_ratio": 10.0}, 0.2, 0.01, 1.0, 16.094379),  # ratio 20: -10 ln 0.2
+        ("dppo_kl", {}, 0.6, 0.5, 1.0, 0.612991),  # 0.5 ln(0.5 / 0.6) + 0.5 ln(0.5 / 0.4) = 0.0204
+        ("dppo_kl", {}, 0.65, 0.5, 1.0, 0.560018),  # 0.0472: -1.3 ln 0.65
+        ("dppo_kl", {}, 0.66, 0.5, 1.0, 0.0),  # 0.0540
+        ("dppo_kl", {}, 0.66, 0.5, -1.0, -0.548480),  # moves back: 1.32 ln 0.66
+    ],
+)
+def test_dppo_by_hand(
+    name: str, options: dict[str, float], current: float, old: float, advantage: float, loss: float
+) -> None:
+    """One token's probability, by hand: inside its region -A rho log pi, outside nothing."""
+    x = {
+        "log_probs": torch.tensor([current], dtype=torch.float64).log(),
+        "old_log_probs": torch.tensor([old], dtype=torch.float64).log(),
+        "advantages": torch.tensor([advantage]),
+        "mask": torch.ones(1, dtype=torch.bool),
+    }
+    assert policy_losses.compute(name, x, options).loss.item() == pytest.approx(loss, abs=1e-6)
+
+
 def test_dppo_cuts_only_tokens_that_move_away() -> None:
     """Probability 0.5 to 0.8 with A > 0 is cut, with A < 0 it is coming back; and the other way round for a fall."""
     for name in ("dppo_tv", "dppo_kl"):
