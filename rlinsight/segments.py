@@ -5,7 +5,8 @@ of records (wire.py), which are immutable and keep their sequence number for eve
 Does not know OTLP or HTTP.
 
 When the folder reaches its byte cap new batches are refused, and those on disk stay: a run's history is then complete
-up to a point, so its joins hold, while dropping the oldest would lose the run's start and every root.
+up to a point, so its joins hold, while dropping the oldest would lose the run's start and every root. Age drops none
+either: what is there has no other copy, and goes as soon as a collector takes it.
 """
 
 from __future__ import annotations
