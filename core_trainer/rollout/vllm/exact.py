@@ -121,7 +121,7 @@ class ExactLinearMethod(linear.UnquantizedLinearMethod):
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Nothing is packed."""
 
-    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [N, K] -> [N, O]."""
         out = torch.cat([self.product(x, weight) for weight in layer.weight.split(self.sizes)], dim=-1)
         return out if bias is None else out + bias
@@ -137,7 +137,7 @@ class ExactEmbeddingMethod(vocab_parallel_embedding.UnquantizedEmbeddingMethod):
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Nothing is packed."""
 
-    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [N, d] -> [N, V]."""
         out = self.product(x, layer.weight)
         return out if bias is None else out + bias
