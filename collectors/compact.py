@@ -14,9 +14,9 @@ from pathlib import Path
 import duckdb
 
 from collectors.database import Database
-from collectors.limits import memory_bytes
 from rlinsight import schema
 from rlinsight.errors import StoreError
+from rlinsight.memory import memory_bytes
 from rlinsight.statements import sql_error
 from rlinsight.store import is_locked, require_at_rest
 

@@ -16,13 +16,13 @@ from typing import Any
 import duckdb
 
 from collectors import backup
-from collectors.limits import memory_bytes
 from collectors.memory import MemoryLimit
 from collectors.quack import Gate
 from collectors.queries import Queries
 from rlinsight import schema
 from rlinsight.attach import extension
 from rlinsight.errors import CollectorError, StoreError
+from rlinsight.memory import memory_bytes
 from rlinsight.store import explain, is_locked
 
 # Readers hold a file while their query runs, a leaving collector until it has drained and checkpointed.

@@ -1,12 +1,10 @@
-"""How much memory there is, and what would take too much of it. Pure, but for reading the control group's files."""
+"""What would take too much memory. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path, PurePosixPath
 from typing import Any
 
-import psutil
 from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric
 
 from collectors.payload import PayloadError
@@ -17,44 +15,6 @@ MAX_SHARED_BYTES = 64 * 1024**2
 MAX_ROW_BYTES = 64 * 1024**2
 MAX_VALUE_BYTES = 32 * 1024**2
 SMALL_BODY_BYTES = 4 * 1024**2  # cannot become as much: JSON makes six bytes of one at most
-CGROUPS = Path("/proc/self/cgroup")  # lines "hierarchy:controllers:path"; version 2 has one, "0::path"
-MOUNT = Path("/sys/fs/cgroup")
-
-
-def memory_bytes(cgroups: Path = CGROUPS, mount: Path = MOUNT) -> int:
-    """Bytes of memory for this process and the others of its control group.
-
-    A limit of any ancestor holds too. "max" (version 2) and numbers beyond the machine (version 1) mean none.
-    """
-    limits = [psutil.virtual_memory().total]
-    for file in _limit_files(cgroups, mount):
-        try:
-            text = file.read_text(encoding="ascii").strip()
-        except OSError:
-            continue
-        if text.isdigit() and int(text) > 0:
-            limits.append(int(text))
-    return min(limits)
-
-
-def _limit_files(cgroups: Path, mount: Path) -> list[Path]:
-    try:
-        lines = cgroups.read_text(encoding="utf-8").splitlines()
-    except OSError:  # no Linux, no control groups
-        return []
-    files = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            root, name = mount, "memory.max"
-        elif "memory" in controllers.split(","):
-            root, name = mount / "memory", "memory.limit_in_bytes"
-        else:
-            continue
-        # In a container the mount may show the group itself as its root, so the root's own file counts as well.
-        group = PurePosixPath(path.lstrip("/"))
-        files += [root / ancestor / name for ancestor in (group, *group.parents)]
-    return files
 
 
 def check_request(signal: Signal, request: Any) -> int:

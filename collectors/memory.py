@@ -13,9 +13,9 @@ from contextlib import contextmanager
 
 import duckdb
 
+from rlinsight.memory import query_bytes
+
 INGEST_BYTES = 160 * 1024**2
-QUERY_BYTES = 2 * 1024**3  # of all queries together; what takes more is spilled to disk
-SHARE = 0.25  # of what the machine or the control group has, where that is less: training has the first claim
 
 
 class MemoryLimit:
@@ -31,7 +31,7 @@ class MemoryLimit:
         self._users = 1
         self._lent_until = 0.0  # time.monotonic()
         self._timer: threading.Timer | None = None  # one, for all that was lent
-        self._query_bytes = min(QUERY_BYTES, int(available * SHARE))
+        self._query_bytes = query_bytes(available)
         self._ingest_bytes = min(INGEST_BYTES, self._query_bytes)
         self._set(self._query_bytes)
 

@@ -19,13 +19,14 @@ import anyio
 import duckdb
 import pyarrow as pa
 from google.protobuf import json_format
+from google.rpc.status_pb2 import Status
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from collectors import pruning, scrape_routes
+from collectors import answers, pruning, scrape_routes
 from collectors.intake import Accepted, Intake
 from collectors.monitor import CONTENT_TYPE, Monitor
 from collectors.owners import Owners
@@ -70,7 +71,7 @@ def app(
 ) -> ASGIApp:
     """The app. ``open_to_loopback`` lets OTLP in without the token."""
     decoding, querying = anyio.CapacityLimiter(MAX_DECODES), anyio.CapacityLimiter(MAX_QUERIES)
-    arriving = _Arriving()
+    arriving, leaving = _Arriving(), answers.Leaving()
 
     async def take(request: Request, types: tuple[str, ...], decode: Callable[[bytes, str], Taken]) -> Taken:
         """What ``decode`` makes of the body and its content type, which has to be one of ``types``."""
@@ -135,6 +136,7 @@ def app(
             raise PayloadError(400, f"params {params!r} are no list or object")
         limit_s = min(timeout_s, MAX_SQL_TIMEOUT_S)
         async with querying:
+            leaving.check_room()
             with monitor.querying():
                 con = await anyio.to_thread.run_sync(queries.open)
                 watch = asyncio.create_task(_interrupt_when_gone(request, con))
@@ -147,7 +149,7 @@ def app(
                 finally:
                     watch.cancel()
                     queries.release(con)
-        return Response(answer, media_type=ARROW)
+        return leaving.response(answer, ARROW)
 
     async def own(request: Request) -> Response:
         _authorize(request, token)
@@ -166,7 +168,7 @@ def app(
 
     async def readyz(request: Request) -> Response:
         reason = monitor.unready()
-        return JSONResponse({"status": "ready"}) if reason is None else _fail(503, reason, _RETRY)
+        return JSONResponse({"status": "ready"}) if reason is None else _fail(request, 503, reason, _RETRY)
 
     async def metrics(request: Request) -> Response:
         if not open_to_loopback:
@@ -176,7 +178,7 @@ def app(
     async def on_unavailable(request: Request, error: Exception) -> Response:
         if isinstance(error, StoreFailed):
             monitor.write_failed()
-        return _fail(503, str(error), _RETRY)
+        return _fail(request, 503, str(error), _RETRY)
 
     routes = [
         *(Route(f"/v1/{signal}", receive(signal), methods=["POST"]) for signal in SIGNALS),
@@ -195,6 +197,7 @@ def app(
         StoreError: _on_payload_error,
         Overloaded: on_unavailable,
         StoreFailed: on_unavailable,
+        Exception: _on_bug,
     }
     return _Counted(Starlette(routes=routes, exception_handlers=handlers), monitor, {route.path for route in routes})
 
@@ -304,13 +307,19 @@ async def _json(request: Request) -> dict[str, Any]:
     return tree
 
 
-# Errors as google.rpc.Status in its JSON form, as OTLP asks.
-def _fail(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
+def _fail(request: Request, status: int, message: str, headers: dict[str, str] | None = None) -> Response:
+    """An error as google.rpc.Status in the request's content type, as OTLP asks; in JSON for all but protobuf."""
+    if _content_type(request) == PROTOBUF:
+        return Response(Status(message=message).SerializeToString(), status, headers, PROTOBUF)
     return JSONResponse({"code": status, "message": message}, status, headers)
 
 
 async def _on_payload_error(request: Request, error: Exception) -> Response:
-    return _fail(_status(error), str(error))
+    return _fail(request, _status(error), str(error))
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    return _fail(request, 500, f"the collector failed ({type(error).__name__}); its log tells why")
 
 
 def _status(error: Exception) -> int:

@@ -14,11 +14,10 @@ from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsSer
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from rlinsight.wire import Signal
+from rlinsight.wire import PROTOBUF, Signal
 
 MAX_BODY_BYTES = 16 * 1024**2  # of a request, before and after decompression
 MAX_MEMBERS = 64  # gzip allows several, one after the other; each costs a copy of the rest
-PROTOBUF = "application/x-protobuf"
 JSON = "application/json"
 
 _REQUESTS: dict[Signal, Any] = {

@@ -23,9 +23,18 @@ from collectors.database import Database
 from collectors.payload import PayloadError
 from collectors.retention import Keep, Pruned, Work, plan, sweep
 from collectors.writer import Overloaded, Writer
+from rlinsight import schema
 from rlinsight.errors import CollectorError, ConfigError, StoreError
 from rlinsight.statements import sql_error
-from rlinsight.store import Endpoint, call, read_endpoint, refusal, require_at_rest
+from rlinsight.store import (
+    Endpoint,
+    call,
+    open_at_rest,
+    read_endpoint,
+    refusal,
+    require_at_rest,
+    until_handed_over,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -81,15 +90,24 @@ def prune(store: Path, keep: Keep, dry_run: bool) -> list[Pruned]:
     if endpoint is not None:
         return _ask(endpoint, keep, dry_run)
     require_at_rest(store)
+    if dry_run:
+        return until_handed_over(store, lambda: _plan_at_rest(store, keep))
     with Database(store) as database, database.con.cursor() as con:
-        if dry_run:
-            return plan(con, keep, owned=False)
         try:
             return sweep(con, lambda work: work(database.con), store, keep, owned=False)
         except duckdb.OperationalError as error:  # of the disk or of memory; any other is a bug
             raise StoreError(
                 f"{store} was not pruned, or not of every run: {sql_error(error)}; free some space and run this again"
             ) from None
+
+
+def _plan_at_rest(store: Path, keep: Keep) -> list[Pruned]:
+    """What a sweep would remove. The file is only read: one of an older version is not migrated for it."""
+    with open_at_rest(store) as con:
+        try:
+            return plan(con, keep, owned=False) if schema.stored_version(con, store) is not None else []
+        except duckdb.Error as error:
+            raise sql_error(error) from None
 
 
 def _ask(endpoint: Endpoint, keep: Keep, dry_run: bool) -> list[Pruned]:

@@ -21,6 +21,7 @@ from collectors.checkpoints import ROOM
 from collectors.transaction import transaction
 from rlinsight import schema
 from rlinsight.errors import ConfigError
+from rlinsight.names import MODEL_CHECK, MODEL_CHECK_LATENCY
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,12 @@ class Pruned:
 
 
 RAW = ("otel_spans", "otel_logs", "otel_metrics")
+# Which raw rows are of no run. Those of model checks stay, as the checks do that a rebuild makes of them: they are few.
+OF_NO_RUN = {
+    "otel_spans": "run_id IS NULL",
+    "otel_logs": f"run_id IS NULL AND coalesce(event_name NOT IN ('{MODEL_CHECK}', '{MODEL_CHECK_LATENCY}'), true)",
+    "otel_metrics": "run_id IS NULL",
+}
 
 RUNS = """
 WITH heard AS (
@@ -190,8 +197,8 @@ def _remove_of_no_run(con: duckdb.DuckDBPyConnection, cutoff_ns: int) -> Pruned 
     """Remove raw rows of no run that came in before, PIECE_ROWS at most; None when there are none."""
     rows = 0
     with transaction(con):
-        for table in RAW:
-            old = f"SELECT rowid FROM {table} WHERE run_id IS NULL AND ingest_ns < ? LIMIT {PIECE_ROWS - rows}"
+        for table, condition in OF_NO_RUN.items():
+            old = f"SELECT rowid FROM {table} WHERE {condition} AND ingest_ns < ? LIMIT {PIECE_ROWS - rows}"
             rows += _deleted(con, f"{table} WHERE rowid IN ({old})", cutoff_ns)
         return _log(con, Pruned(None, "age", cutoff_ns, None, rows), None) if rows else None
 

@@ -31,11 +31,13 @@ from rlinsight.otlp import Encoder
 from rlinsight.segments import LOCK, Segments
 from rlinsight.wire import (
     PRODUCER_HEADER,
+    PROTOBUF,
     SEQ_HEADER,
     SPOOL_PATH,
     SPOOL_RECORDS,
     SPOOL_TYPE,
     Batch,
+    failure,
     partial_success,
     read_outcomes,
     record,
@@ -212,7 +214,7 @@ class Sender:
         if head.status in UNKNOWN or head.status < 300:  # some say yes to everything
             self._bulk = False
             return self._send(batches, timeout_s)
-        reply = _reply(head.status, _detail(head.status, body), head.getheader("Retry-After"))
+        reply = _failed(head, body)
         if reply.verdict == "unavailable":
             return [reply]
         self._alone = len(batches)  # some deny what they do not know
@@ -221,7 +223,7 @@ class Sender:
     def post(self, batch: Batch, timeout_s: float = POST_TIMEOUT_S) -> _Reply:
         """One attempt to deliver a batch, in a request of its signal."""
         headers = {
-            "Content-Type": "application/x-protobuf",
+            "Content-Type": PROTOBUF,
             PRODUCER_HEADER: self._segments.producer,
             SEQ_HEADER: str(batch.seq),
         }
@@ -232,7 +234,7 @@ class Sender:
         if 200 <= head.status < 300:
             rejected, detail = partial_success(batch.signal, body)
             return _Reply("stored", detail, rejected=rejected)
-        return _reply(head.status, _detail(head.status, body), head.getheader("Retry-After"))
+        return _failed(head, body)
 
     def _request(
         self, path: str, body: bytes, headers: dict[str, str], timeout_s: float
@@ -357,8 +359,9 @@ def _connect(endpoint: str) -> http.client.HTTPConnection:
     return kind(url.hostname or "127.0.0.1", url.port, timeout=POST_TIMEOUT_S)
 
 
-def _detail(status: int, body: bytes) -> str:
-    return f"HTTP {status} {body[:200].decode('utf-8', 'replace')}".strip()
+def _failed(head: http.client.HTTPResponse, body: bytes) -> _Reply:
+    detail = failure(head.status, head.getheader("Content-Type"), body)
+    return _reply(head.status, detail, head.getheader("Retry-After"))
 
 
 def _reply(status: int, detail: str, retry_after: str | None, rejected: int = 0) -> _Reply:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlinsight import DEFAULT_STORE, schema
 from rlinsight.errors import StoreError
+from rlinsight.memory import memory_bytes, query_bytes
 from rlinsight.statements import check, sql_error
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def query(
     ``query(...).to_pandas()`` and ``polars.from_arrow(query(...))`` make frames of it. ``store`` defaults to
     RLINSIGHT_STORE, then runs/rlinsight.duckdb. ``params`` fill ``?`` (a sequence) or ``$name`` (a mapping). Ctrl-C
     ends the statement, in the collector too. Raises StoreError: no store yet, a damaged or newer file, a statement that
-    does not only read, an SQL error, a result over 512 MiB, or more than ``timeout_s`` seconds.
+    does not only read, an SQL error, a result over 512 MiB, too much memory, or more than ``timeout_s`` seconds.
     """
     path = resolve(store)
 
@@ -147,7 +148,7 @@ def _ask_collector(endpoint: Endpoint, sql: str, params: Params | None, timeout_
     except OSError as error:
         raise HandOver(f"collector {endpoint.pid} does not answer ({error})") from None
     if status == 503:
-        raise HandOver(f"collector {endpoint.pid} is leaving")
+        raise HandOver(refusal(answer) or f"collector {endpoint.pid} is leaving")
     if status != 200:
         raise StoreError(refusal(answer) or f"the collector failed (HTTP {status}); its log tells why")
     return pa.ipc.open_stream(answer).read_all()
@@ -192,27 +193,41 @@ def _ask_file(store: Path, sql: str, params: Params | None, timeout_s: float) ->
         return _read_file(store, sql, params, timeout_s, {"threads": "1"})
 
 
-def _read_file(store: Path, sql: str, params: Params | None, timeout_s: float, settings: Mapping[str, str]) -> pa.Table:
+def open_at_rest(store: Path, settings: Mapping[str, str] | None = None) -> duckdb.DuckDBPyConnection:
+    """The file of a store, to read it. Raises HandOver while another process has it, StoreError when it is none."""
     import duckdb
 
     config: dict[str, Any] = {
-        **settings,
+        **(settings or {}),
+        "memory_limit": f"{query_bytes(memory_bytes())}B",
         "enable_external_access": "false",
         "autoload_known_extensions": "false",
         "autoinstall_known_extensions": "false",
         "lock_configuration": "true",
     }
     try:
-        con = duckdb.connect(str(store), read_only=True, config=config)
+        return duckdb.connect(str(store), read_only=True, config=config)
     except duckdb.Error as error:
         if is_locked(error):
             raise HandOver(str(error).splitlines()[0]) from None
         raise explain(store, error) from None
+
+
+def _read_file(store: Path, sql: str, params: Params | None, timeout_s: float, settings: Mapping[str, str]) -> pa.Table:
+    import duckdb
+
+    con = open_at_rest(store, settings)
     try:
         version = schema.stored_version(con, store)
         if version is None:
             raise StoreError(f"{store} is empty; fill it with 'rlinsight train CONFIG'")
-        schema.shadow_old_views(con)
+        try:
+            schema.shadow_old_views(con)
+        except duckdb.Error as error:
+            raise StoreError(
+                f"{store} is of an earlier state of schema version {version} ({sql_error(error)}); "
+                f"'rlinsight collect --store {store}' brings it up to date"
+            ) from None
         try:
             return run(con, sql, params, timeout_s)
         except StoreError as error:
@@ -290,6 +305,11 @@ def run(con: duckdb.DuckDBPyConnection, sql: str, params: Params | None, timeout
     except duckdb.InterruptException:
         raise StoreError(
             f"the query took over {timeout_s:g} s and was stopped; narrow it with WHERE or LIMIT"
+        ) from None
+    except duckdb.OutOfMemoryException:
+        raise StoreError(
+            f"the query takes more memory than queries get ({query_bytes(memory_bytes()) >> 20} MiB); aggregate, or "
+            "narrow it with WHERE or LIMIT"
         ) from None
     except (duckdb.InternalException, duckdb.FatalException) as error:
         raise DuckDBFailed(str(sql_error(error))) from None

@@ -12,16 +12,19 @@ import json
 import struct
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass
 from typing import Any, BinaryIO, Literal, get_args
 
 from google.protobuf.message import DecodeError, Message
+from google.rpc.status_pb2 import Status
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceResponse
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceResponse
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 
 Signal = Literal["traces", "logs", "metrics"]
 SIGNALS: tuple[Signal, ...] = get_args(Signal)
+PROTOBUF = "application/x-protobuf"
 PRODUCER_HEADER = "x-rlinsight-producer"
 SEQ_HEADER = "x-rlinsight-seq"
 SPOOL_PATH = "/v1/spool"
@@ -128,3 +131,12 @@ def partial_success(signal: Signal, answer: bytes) -> tuple[int, str]:
     except DecodeError:
         return 0, ""
     return getattr(partial, field), partial.error_message
+
+
+def failure(status: int, content_type: str | None, answer: bytes) -> str:
+    """What a receiver says of a failure: in OTLP a google.rpc.Status in the encoding of the request, else any text."""
+    text = answer[:200].decode("utf-8", "replace")
+    if content_type == PROTOBUF:
+        with suppress(DecodeError):
+            text = Status.FromString(answer).message[:200]
+    return f"HTTP {status} {text}".strip()

@@ -11,9 +11,12 @@ import pytest
 
 from collectors import backup
 from collectors.database import Database
+from collectors.pruning import prune
+from collectors.retention import Keep
 from rlinsight import schema
 from rlinsight.errors import StoreError
 from rlinsight.store import query
+from tests.synthetic import Run, fill
 
 V1 = Path(__file__).parent / "data" / "v1"  # schema and rows as version 1 wrote them
 
@@ -100,6 +103,39 @@ def test_an_old_store_at_rest_is_read_as_it_is(old):
     with pytest.raises(StoreError, match=r"schema version 1.*rlinsight collect"):
         query("SELECT no_such_column FROM runs", store=old)
     assert old.read_bytes() == before
+
+
+def test_a_store_of_an_earlier_state_of_this_version_gets_its_columns(tmp_path):
+    """It lacks columns that views of today read: at rest that is one clear error, a collector adds them; rows stay."""
+    path = tmp_path / "s.duckdb"
+    fill(path, Run(steps=1, groups=1, group_size=2))
+    with duckdb.connect(str(path)) as con:
+        for file in schema.files():
+            if file.kind == "views":
+                con.execute(f"DROP VIEW IF EXISTS {file.name}")
+        con.execute("ALTER TABLE rollout_samples DROP COLUMN error_type")
+        con.execute("ALTER TABLE producer_health DROP COLUMN metrics_overflowing")
+        con.execute("UPDATE schema_meta SET views_hash = 'former'")
+        known = con.execute("SELECT items FROM ingest_batches ORDER BY batch_id").fetchall()
+    with pytest.raises(StoreError, match=r"earlier state of schema version.*rlinsight collect"):
+        query("SELECT 1", store=path)
+    Database(path).close()
+    assert query("SELECT count(*) AS n FROM rollouts WHERE error_type IS NULL", store=path)["n"].to_pylist() == [2]
+    with duckdb.connect(str(path)) as con:
+        assert con.execute("SELECT items FROM ingest_batches ORDER BY batch_id").fetchall() == known
+        for view in (file.name for file in schema.files() if file.kind == "views"):
+            con.execute(f"FROM {view}").fetchall()
+    assert not list(tmp_path.glob("*.bak"))
+
+
+def test_a_dry_run_of_prune_reads_an_old_store(old, tmp_path):
+    """It names the run that would go, without a migration: the file and its folder stay as they are."""
+    before = old.read_bytes()
+    runs = query("SELECT run_id FROM runs", store=old)["run_id"].to_pylist()
+    for keep in (Keep(days=1e-3), Keep(bytes=1)):
+        assert [run.run_id for run in prune(old, keep, dry_run=True)] == runs
+    assert old.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [old]
 
 
 def test_there_is_a_migration_to_every_version():

@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from google.rpc.status_pb2 import Status
 
 from collectors.server import start_process
 from rlinsight import counts, exporter, launch, names, segments, spool, store, telemetry
 from rlinsight.counts import Counts
 from rlinsight.errors import CollectorError, SpoolError
 from rlinsight.segments import Segments
-from rlinsight.wire import HEADER, Batch
+from rlinsight.wire import HEADER, PROTOBUF, Batch, failure
 from tests.collectors import live
 from tests.scripted_collector import Answer, Collector, attributes, running
 
@@ -85,6 +86,20 @@ def test_a_lost_answer_is_not_a_duplicate(tmp_path: Path) -> None:
         assert telemetry.shutdown(60)
         assert collector.duplicates == 1
         assert indices(collector) == list(range(10))
+
+
+@pytest.mark.parametrize(
+    ("content_type", "answer", "told"),
+    [
+        (PROTOBUF, Status(code=3, message="too old").SerializeToString(), "HTTP 400 too old"),
+        (PROTOBUF, b"too old", "HTTP 400 too old"),
+        ("text/plain", b"too old", "HTTP 400 too old"),
+        (None, b"", "HTTP 400"),
+    ],
+)
+def test_a_receivers_reason_is_read(content_type: str | None, answer: bytes, told: str) -> None:
+    """OTLP's errors are protobuf; proxies and others answer in text, whatever they call it."""
+    assert failure(400, content_type, answer) == told
 
 
 @pytest.mark.parametrize("status", [400, 413])

@@ -16,7 +16,7 @@ import pytest
 
 from collectors import otlp_http
 from collectors.database import Database
-from rlinsight import schema
+from rlinsight import memory, schema
 from rlinsight import store as store_module
 from rlinsight.errors import StoreError
 from rlinsight.store import Endpoint, endpoint_path, is_alive, query, read_endpoint
@@ -214,6 +214,14 @@ def test_a_result_too_large_is_refused(store):
     """A result over the limit is an error that says what to do, not an exhausted machine."""
     with pytest.raises(StoreError, match="LIMIT"):
         query("SELECT repeat('x', 1000) AS x, range FROM range(1000000)", store=store)
+
+
+def test_a_query_at_rest_has_as_much_memory_as_at_a_collector(at_rest, monkeypatch):
+    """What takes more is an error that says what to do, where the process would be killed beyond the machine's."""
+    monkeypatch.setattr(memory, "QUERY_BYTES", 64 * 1024**2)
+    with pytest.raises(StoreError, match=r"more memory than queries get \(64 MiB\).*LIMIT"):
+        query("SELECT list(range) FROM range(30000000)", store=at_rest)
+    assert query("SELECT 1 AS a", store=at_rest).num_rows == 1
 
 
 def test_sql_errors_read_well(store):

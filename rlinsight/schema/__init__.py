@@ -74,7 +74,8 @@ def stored_version(con: Any, store: Path) -> int | None:
 
 
 def apply(con: Any, store: Path) -> None:
-    """Bring an open, writable database to this version, all or nothing: tables of an older one are migrated.
+    """Bring an open, writable database to this version, all or nothing: tables of an older one are migrated, and
+    those of an earlier state of this one get the columns that they lack.
 
     One of this version that has every object, and the hash of these very files, is left alone, and with it what
     somebody changed inside an object by hand. The hash is written with the objects, so after a failure the next start
@@ -91,7 +92,10 @@ def apply(con: Any, store: Path) -> None:
         if version is None:
             con.execute("INSERT INTO schema_meta VALUES (?, ?, ?, NULL)", [VERSION, __version__, time.time_ns()])
         for number in range(version or VERSION, VERSION):
-            con.execute((ROOT / "migrations" / f"{number + 1}.sql").read_text(encoding="utf-8"))
+            con.execute(_migration(number + 1))
+        if version == VERSION:  # of an earlier state of it: columns were added since
+            for statement in re.findall(r"^ALTER TABLE \w+ ADD COLUMN IF NOT EXISTS .*;", _migration(VERSION), re.M):
+                con.execute(statement)
         for file in files():
             if file.kind != "tables":
                 con.execute(file.sql)
@@ -109,6 +113,11 @@ def apply(con: Any, store: Path) -> None:
             f"{store} could not be brought from schema version {version} to {VERSION} and was left as it was "
             f"({str(error).splitlines()[0]}); use the rlinsight that wrote it, and report this"
         ) from error
+
+
+def _migration(version: int) -> str:
+    """What makes a store of this version of one of the version before."""
+    return (ROOT / "migrations" / f"{version}.sql").read_text(encoding="utf-8")
 
 
 def _create_missing_tables(con: Any) -> None:

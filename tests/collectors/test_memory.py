@@ -13,11 +13,11 @@ from collectors import memory
 from collectors.database import Database
 from collectors.decode import Decoder
 from collectors.intake import Intake
-from collectors.limits import memory_bytes
-from collectors.memory import INGEST_BYTES, QUERY_BYTES, SHARE, MemoryLimit
+from collectors.memory import INGEST_BYTES, MemoryLimit
 from collectors.payload import PROTOBUF
 from collectors.quack import Gate
 from collectors.writer import MAX_GROUP_SHARED_BYTES, Writer
+from rlinsight.memory import QUERY_BYTES, memory_bytes, query_bytes
 
 GIB = 1024**3
 
@@ -46,7 +46,7 @@ def test_ingest_gets_little_and_queries_get_much(tmp_path: Path) -> None:
         assert _limit(database.con) == wide
         database.queries.release(second)
         assert _limit(database.con) == narrow
-        assert (narrow, wide) == (_text(INGEST_BYTES), _text(min(QUERY_BYTES, int(memory_bytes() * SHARE))))
+        assert (narrow, wide) == (_text(INGEST_BYTES), _text(query_bytes(memory_bytes())))
 
 
 def test_what_queries_cached_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +123,7 @@ def test_a_statement_let_through_quack_has_a_querys_memory(sql: str, tmp_path: P
         assert not gate("session", "CREATE TABLE x (a INT)")
         assert _limit(database.con) == _text(INGEST_BYTES)
         assert gate("session", sql)
-        assert _limit(database.con) == _text(min(QUERY_BYTES, int(memory_bytes() * SHARE)))
+        assert _limit(database.con) == _text(query_bytes(memory_bytes()))
 
 
 def test_a_batch_of_the_largest_size_allowed_is_stored(tmp_path: Path) -> None:

@@ -10,18 +10,20 @@ from typing import Any
 
 import duckdb
 import pytest
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 
 from collectors import retention
 from collectors.database import Database
 from collectors.decode import Decoder
 from collectors.pruning import Retention, prune
+from collectors.rebuild import rebuild
 from collectors.retention import Keep, Pruned, plan
 from collectors.writer import Overloaded, Writer
-from rlinsight import launch, query, schema
+from rlinsight import launch, names, query, schema
 from rlinsight.config import TelemetrySection
 from rlinsight.errors import StoreError
 from tests.collectors.live import Collector, collector
-from tests.synthetic import Run, batch, fill, requests
+from tests.synthetic import Request, Run, batch, deliver, fill, requests
 
 DAY = 86_400 * 10**9
 SMALL: dict[str, Any] = {"steps": 1, "groups": 1, "group_size": 2}
@@ -200,6 +202,23 @@ def test_rows_of_no_run_go_in_pieces(store, monkeypatch):
         left = "SELECT ingest_ns FROM otel_spans WHERE run_id IS NULL UNION ALL SELECT ingest_ns FROM otel_logs "
         assert con.execute(left + "WHERE run_id IS NULL").fetchall() == [(now,), (now,)]
         assert con.execute("SELECT rows FROM retention_log WHERE run_id IS NULL").fetchall() == [(2,), (2,), (2,)]
+
+
+def test_checks_of_models_survive_a_prune_and_a_rebuild(store):
+    """They are of no run and older than what is kept: their raw rows stay, so that a rebuild makes them again."""
+    sent = ExportLogsServiceRequest()
+    records = sent.resource_logs.add().scope_logs.add().log_records
+    for name in (names.MODEL_CHECK, names.MODEL_CHECK_LATENCY, "foreign"):
+        record = records.add(event_name=name, time_unix_nano=1)
+        record.attributes.add(key=names.CHECK_ID).value.string_value = "c"
+    deliver(store, [Request("logs", sent, "check", 1)])
+    _came_in(store, 40, "run_id IS NULL")
+    removed = prune(store, Keep(days=30), dry_run=False)
+    assert [run.rows for run in removed if run.run_id is None] == [1]
+    rebuild(store)
+    with duckdb.connect(str(store), read_only=True) as con:
+        for table in ("model_checks", "model_check_latency"):
+            assert con.execute(f"SELECT check_id FROM {table}").fetchall() == [("c",)]
 
 
 def test_a_store_that_is_not_there_is_not_made(tmp_path):

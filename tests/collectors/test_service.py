@@ -36,12 +36,12 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from prometheus_client.parser import text_string_to_metric_families
 
-from collectors import intake, limits, otlp_http, server
+from collectors import intake, otlp_http, server
 from collectors.decode import Decoder
 from collectors.payload import PayloadError, parse
 from collectors.writer import PATIENCE_S, Overloaded, Writer
 from collectors.writer import Batch as writer_batch
-from rlinsight import collecting, schema
+from rlinsight import collecting, memory, schema
 from rlinsight.store import query, read_endpoint
 from rlinsight.wire import DELIVER_S, SPOOL_RECORDS, SPOOL_TYPE, Batch, read_outcomes, record
 from tests.collectors.live import Collector, collector
@@ -415,7 +415,7 @@ def test_the_control_groups_limit_counts_where_it_is_lower(
         file = tmp_path / "fs" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"{text}\n")
-    found = limits.memory_bytes(tmp_path / "cgroup", tmp_path / "fs")
+    found = memory.memory_bytes(tmp_path / "cgroup", tmp_path / "fs")
     assert found == (expected or psutil.virtual_memory().total)
 
 

@@ -21,6 +21,7 @@ import grpc
 import httpx
 import pytest
 from google.protobuf import json_format
+from google.rpc.status_pb2 import Status
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
@@ -70,7 +71,9 @@ class Stream:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         reply = self.collector.http.post(f"/v1/{signal}", content=body, headers={"content-type": content_type, **named})
         if reply.status_code != 200:
-            assert (reply.json()["code"], bool(reply.json()["message"])) == (reply.status_code, True)
+            assert reply.headers["content-type"] == (PROTOBUF if content_type == PROTOBUF else "application/json")
+            told = Status.FromString if content_type == PROTOBUF else lambda text: json_format.Parse(text, Status())
+            assert told(reply.content).message
         self.good()
         return reply
 
