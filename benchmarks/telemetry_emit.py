@@ -1,6 +1,6 @@
 """What telemetry costs the training thread: p50 and p99 of span(), event() and measurements, everything on.
 
-    python benchmarks/telemetry_emit.py [--seconds 5] [--endpoint http://127.0.0.1:PORT]
+    python benchmarks/telemetry_emit.py [--seconds 5] [--endpoint http://127.0.0.1:PORT] [--output FILE.md]
 
 Everything on: step context, a parent span, a start record for the announced span, text, four arrays of 512 tokens,
 fsynced spool. With ``--endpoint`` a collector takes the data at the same time. Emits at the rate of a busy run rather
@@ -11,7 +11,10 @@ shown too.
 from __future__ import annotations
 
 import argparse
+import os
+import platform
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -66,10 +69,11 @@ def measure(call: Callable[[], None], seconds: float, pause_s: float) -> list[in
 
 
 def main() -> None:
-    """Print one line per call and rate."""
+    """Measure each call at each rate and report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--seconds", type=float, default=5.0, help="duration of each of the ten measurements")
     parser.add_argument("--endpoint", help="collector base URL; only spools when absent")
+    parser.add_argument("--output", type=Path, help="markdown file; printed in any case")
     options = parser.parse_args()
     event = event_attributes()
     meter = metrics.get_meter("benchmark")
@@ -81,8 +85,8 @@ def main() -> None:
         "counter, 2 labels": lambda: counter.add(1, LABELS),
         "histogram, 2 labels": lambda: histogram.record(0.25, LABELS),
     }
-    print(f"{'call':<24}{'rate':<14}{'n':>8}{'p50 us':>9}{'p99 us':>9}{'mean us':>9}")
-    for pause_s, rate in ((0.001, "~900/s"), (0.0, "closed loop")):
+    rows = []
+    for pause_s, rate in ((0.001, "about 900/s"), (0.0, "closed loop")):
         for label, call in calls.items():
             with tempfile.TemporaryDirectory() as folder:
                 telemetry.setup(
@@ -91,9 +95,35 @@ def main() -> None:
                 with telemetry.step_context(1), telemetry.span(names.STEP, root=True):
                     taken = measure(call, options.seconds, pause_s)
                 telemetry.shutdown(10 if options.endpoint else 0)
-            cuts = statistics.quantiles(taken, n=100)
-            numbers = f"{len(taken):>8}{cuts[49] / 1e3:>9.1f}{cuts[98] / 1e3:>9.1f}{statistics.mean(taken) / 1e3:>9.1f}"
-            print(f"{label:<24}{rate:<14}{numbers}")
+            cuts = [each / 1e3 for each in statistics.quantiles(taken, n=100)]
+            mean = statistics.mean(taken) / 1e3
+            rows.append(f"| {label} | {rate} | {len(taken):,} | {cuts[49]:.1f} | {cuts[98]:.1f} | {mean:.1f} |")
+            print(rows[-1], file=sys.stderr)
+    text = report(rows, options)
+    if options.output:
+        options.output.write_text(text)
+    print(text)
+
+
+def report(rows: list[str], options: argparse.Namespace) -> str:
+    """Markdown: the command, the machine, a row per call and rate."""
+    endpoint = " --endpoint URL" if options.endpoint else ""
+    machine = f"{platform.processor() or platform.machine()}, {len(os.sched_getaffinity(0))} cores"
+    receiver = (
+        "A collector takes the data at the same time." if options.endpoint else "Without a collector: only spooled."
+    )
+    lines = [
+        "# What telemetry costs the training thread",
+        "",
+        f"    python benchmarks/telemetry_emit.py --seconds {options.seconds:g}{endpoint}",
+        "",
+        f"{machine}, load {os.getloadavg()[0]:.1f}, {time.strftime('%Y-%m-%d')}. Everything on. {receiver}",
+        "",
+        "| call | rate | n | p50, µs | p99, µs | mean, µs |",
+        "|---|---|---|---|---|---|",
+        *rows,
+    ]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ ATTRIBUTES: Mapping[str, str] = {
     # OpenInference
     "llm.token_count.prompt": names.INPUT_TOKENS,
     "llm.token_count.completion": names.OUTPUT_TOKENS,
-    "llm.model_name": names.REQUEST_MODEL,
 }
 
 _METRIC_PREFIXES: Mapping[str, str] = {

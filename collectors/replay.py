@@ -10,7 +10,7 @@ from __future__ import annotations
 import gzip
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -23,8 +23,8 @@ from collectors import encode
 from rlinsight import schema
 from rlinsight.attach import connected
 from rlinsight.errors import CollectorError, ConfigError, StoreError
-from rlinsight.export import require_run
-from rlinsight.wire import PRODUCER_HEADER, SEQ_HEADER, SIGNALS, Signal, partial_success
+from rlinsight.export import condition
+from rlinsight.wire import PRODUCER_HEADER, SEQ_HEADER, SIGNALS, Signal, failure, partial_success
 
 if TYPE_CHECKING:
     import duckdb
@@ -58,18 +58,20 @@ def replay(
     run: str | None = None,
     headers: Mapping[str, str] | None = None,
     report: Callable[[int, int], None] = lambda done, total: None,
+    services: Sequence[str] = (),
 ) -> Replayed:
     """Send the spans, log records and metric points of a run, or of all, to the OTLP/HTTP ``endpoint`` (its base URL).
 
-    ``report`` is told how many of how many items are done. Raises StoreError: no such run, a store of another version;
-    ConfigError: a URL that is none; CollectorError: refused, or not answered for five minutes.
+    With ``services`` what those sent outside of runs. ``report`` is told how many of how many items are done. Raises
+    StoreError: no such run or service, a store of another version; ConfigError: a URL that is none; CollectorError:
+    refused, or not answered for five minutes.
     """
     done = Replayed()
     with connected(store) as con, _client(endpoint, headers) as client:
-        require_run(con, run)
+        chosen = condition(con, run, services)
         columns = _columns(con, store)
         lists = encode.Lists(columns)
-        where = "" if run is None else f" WHERE run_id = {schema.quoted(run)}"
+        where = f" WHERE {chosen}"
         total = sum(_count(con, f"{encode.TABLES[signal]}{where}") for signal in SIGNALS)
         for signal in SIGNALS:
             for rows in _batches(con, signal, lists, where):
@@ -149,7 +151,7 @@ def _send(client: httpx.Client, signal: Signal, body: bytes, identity: dict[str,
             if answer.is_success:
                 _note_rejected(signal, answer.content, done)
                 return
-            reason = f"HTTP {answer.status_code} {answer.text[:200]}".strip()
+            reason = failure(answer.status_code, answer.headers.get("content-type"), answer.content)
             if answer.status_code not in PASSING:
                 raise CollectorError(f"{client.base_url} refused {signal} after {done.items:,} items: {reason}")
             after = answer.headers.get("retry-after", "")

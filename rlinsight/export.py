@@ -1,4 +1,4 @@
-"""A store's tables and main views as Parquet or CSV files, of one run or of all.
+"""A store's tables and main views as Parquet or CSV files: of one run, of services that belong to none, or all.
 
 Owns which relations are exported and how a folder of files comes to be complete or absent. Knows no terminal.
 """
@@ -6,7 +6,7 @@ Owns which relations are exported and how a folder of files comes to be complete
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 FileFormat = Literal["parquet", "csv"]
 
+RAW = ("otel_spans", "otel_logs", "otel_metrics")
 # What people load first. Other views can be computed from the tables; `tokens` would repeat the lists a row per token.
 VIEWS = ("runs", "attempts", "v_steps", "train_metrics", "groups", "rollouts", "timeline", "health")
 OPTIONS: dict[FileFormat, str] = {"parquet": "FORMAT parquet, COMPRESSION zstd", "csv": "FORMAT csv, HEADER"}
@@ -34,37 +35,56 @@ class Exported(NamedTuple):
     total: int
 
 
-def export(store: Path, folder: Path, form: FileFormat, run: str | None) -> Iterator[Exported]:
+def export(
+    store: Path, folder: Path, form: FileFormat, run: str | None, services: Sequence[str] = ()
+) -> Iterator[Exported]:
     """Write ``<relation>.parquet`` or ``.csv`` files into a new ``folder``, one after the other.
 
-    With ``run``, the rows of that run, of relations that have runs. The folder appears under its name when it is
-    complete. Each file is one moment of a live store, all of them together are not. Raises StoreError: no such run,
-    the folder exists, or it cannot be written.
+    With ``run``, the rows of that run, of relations that have runs; with ``services``, what those sent outside of runs.
+    The folder appears under its name when it is complete. Each file is one moment of a live store, all of them together
+    are not. Raises StoreError: no such run or service, the folder exists, or it cannot be written.
     """
     with connected(store) as con, draft(folder) as target:
-        require_run(con, run)
+        rows = condition(con, run, services)
         target.mkdir()
-        relations = _relations(con, run)
+        relations = _relations(
+            con, {"service_name", "run_id"} if services else {"run_id"} if run is not None else set()
+        )
         for number, name in enumerate(relations, start=1):
-            sql = f"SELECT * FROM {name}" + (f" WHERE run_id = {schema.quoted(run)}" if run is not None else "")
+            sql = f"SELECT * FROM {name} WHERE {rows}"
             file = schema.quoted(target / f"{name}.{form}")
-            rows = con.execute(f"COPY (FROM in_store(?)) TO {file} ({OPTIONS[form]})", [sql]).fetchone()
-            yield Exported(name, rows[0] if rows else 0, number, len(relations))
+            written = con.execute(f"COPY (FROM in_store(?)) TO {file} ({OPTIONS[form]})", [sql]).fetchone()
+            yield Exported(name, written[0] if written else 0, number, len(relations))
 
 
-def _relations(con: duckdb.DuckDBPyConnection, run: str | None) -> list[str]:
-    """All tables and the main views; with a run, those that have a run_id."""
+def _relations(con: duckdb.DuckDBPyConnection, columns: set[str]) -> list[str]:
+    """All tables and the main views that have these columns."""
     sql = "SELECT table_name FROM duckdb_tables() WHERE NOT internal ORDER BY 1"
     names = [row[0] for row in con.execute("FROM in_store(?)", [sql]).fetchall()] + list(VIEWS)
-    if run is None:
+    if not columns:
         return names
-    return [name for name in names if "run_id" in (column[0] for column in con.execute(f"DESCRIBE {name}").fetchall())]
+    return [name for name in names if columns <= {column[0] for column in con.execute(f"DESCRIBE {name}").fetchall()}]
 
 
-def require_run(con: duckdb.DuckDBPyConnection, run: str | None) -> None:
-    """Raises StoreError naming the newest runs unless the store holds ``run``, or it is None."""
-    if run is None:
-        return
+def condition(con: duckdb.DuckDBPyConnection, run: str | None, services: Sequence[str] = ()) -> str:
+    """What a row has to meet, in SQL: to be of the run, or of the services and of no run; anything without either.
+
+    Raises StoreError, which names some that there are, unless the store holds the run, or something of each service.
+    """
+    if run is not None:
+        _require_run(con, run)
+        return f"run_id = {schema.quoted(run)}"
+    if not services:
+        return "true"
+    raw = " UNION ".join(f"SELECT service_name FROM {table} WHERE run_id IS NULL" for table in RAW)
+    known = {row[0] for row in con.execute("FROM in_store(?)", [raw]).fetchall()} - {None}
+    if unknown := [service for service in services if service not in known]:
+        some = ", ".join(sorted(known)[:20]) or "none at all"
+        raise StoreError(f"no service {unknown[0]!r} sent anything outside of runs; those that did: {some}")
+    return f"run_id IS NULL AND service_name IN ({', '.join(map(schema.quoted, services))})"
+
+
+def _require_run(con: duckdb.DuckDBPyConnection, run: str) -> None:
     sql = f"SELECT count(*) FROM attempts WHERE run_id = {schema.quoted(run)}"
     found = con.execute("FROM in_store(?)", [sql]).fetchone()
     if not found or not found[0]:

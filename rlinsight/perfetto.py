@@ -1,14 +1,15 @@
 """A run as a trace that opens in ui.perfetto.dev and chrome://tracing: Trace Event Format, JSON, gzip for ``*.gz``.
 
-Processes are services and ranks, threads are lanes; what overlaps in a lane without being nested gets a thread of its
-own beside it. Links become flow arrows, step metrics and sampled metrics counters. Times are microseconds since the
-run's first moment, which ``otherData`` has. Format: "Trace Event Format", Google, 2016.
+What services sent outside of runs is drawn in the same way. Processes are services and ranks, threads are lanes; what
+overlaps in a lane without being nested gets a thread of its own beside it. Links become flow arrows, step metrics and
+sampled metrics counters. Times are microseconds since the run's first moment, which ``otherData`` has. Format: "Trace
+Event Format", Google, 2016.
 """
 
 from __future__ import annotations
 
 import gzip
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
@@ -17,7 +18,7 @@ import orjson
 
 from rlinsight import schema
 from rlinsight.attach import connected
-from rlinsight.export import draft, require_run
+from rlinsight.export import condition, draft
 
 if TYPE_CHECKING:
     import duckdb
@@ -26,33 +27,33 @@ SPANS = """
 WITH spans AS (
   SELECT coalesce(service_name, '') AS service, rank, coalesce(lane, 'no lane') AS lane, name, phase, bucket, step,
     start_ns, end_ns, trace_id, span_id, parent_span_id, status_code, status_message, span_attributes, events, links
-  FROM v_spans WHERE run_id = {run}
+  FROM v_spans WHERE {rows}
 ), unfinished AS (
   SELECT coalesce(service_name, '') AS service, rank, coalesce(lane, 'no lane') AS lane, name, phase, step, start_ns,
     trace_id, span_id, parent_span_id
-  FROM open_spans WHERE run_id = {run}
+  FROM open_spans WHERE {rows}
 )
 FROM spans UNION ALL BY NAME FROM unfinished
 ORDER BY service, rank, lane, start_ns, end_ns DESC NULLS FIRST
 """
 LINKED = """
 SELECT DISTINCT unnest(json_extract_string(links, '$[*].span_id'))
-FROM otel_spans WHERE run_id = {run} AND links IS NOT NULL
+FROM otel_spans WHERE {rows} AND links IS NOT NULL
 """
 COUNTERS = """
 SELECT 'step metrics' AS service, NULL AS rank, name, NULL AS labels, time_ns, value
 FROM step_metrics WHERE run_id = {run} AND isfinite(value)
 UNION ALL
 SELECT coalesce(service_name, ''), rank, name, attributes, time_ns, value
-FROM otel_metrics WHERE run_id = {run} AND isfinite(value)
+FROM otel_metrics WHERE {rows} AND isfinite(value)
 ORDER BY time_ns
 """
 ORIGIN = """
 SELECT min(ns) FROM (
-  SELECT min(start_ns) AS ns FROM otel_spans WHERE run_id = {run}
-  UNION ALL SELECT min(start_ns) FROM span_starts WHERE run_id = {run}
+  SELECT min(start_ns) AS ns FROM otel_spans WHERE {rows}
+  UNION ALL SELECT min(start_ns) FROM span_starts WHERE {rows}
   UNION ALL SELECT min(time_ns) FROM step_metrics WHERE run_id = {run}
-  UNION ALL SELECT min(time_ns) FROM otel_metrics WHERE run_id = {run} AND isfinite(value)
+  UNION ALL SELECT min(time_ns) FROM otel_metrics WHERE {rows} AND isfinite(value)
 )
 """
 FOREVER = 2**63 - 1
@@ -80,12 +81,15 @@ class Span(NamedTuple):
     links: str | None
 
 
-def export(store: Path, file: Path, run: str) -> int:
-    """Write the trace of one run; returns the number of spans. Raises StoreError: no such run, ``file`` exists."""
+def export(store: Path, file: Path, run: str | None, services: Sequence[str] = ()) -> int:
+    """Write the trace of one run, or of what ``services`` sent outside of runs; returns the number of spans.
+
+    Raises StoreError: no such run or service, ``file`` exists.
+    """
     with connected(store) as con, draft(file) as target:
-        require_run(con, run)
+        rows = condition(con, run, services)
         with gzip.open(target, "wb", compresslevel=6) if file.suffix == ".gz" else target.open("wb") as stream:
-            return _Trace(con, run, stream).write()  # type: ignore[arg-type]
+            return _Trace(con, run, rows, stream).write()  # type: ignore[arg-type]
 
 
 def place(spans: Iterable[Span]) -> Iterator[tuple[Span, int]]:
@@ -117,8 +121,8 @@ def place(spans: Iterable[Span]) -> Iterator[tuple[Span, int]]:
 class _Trace:
     """One trace on its way to a stream, event by event."""
 
-    def __init__(self, con: duckdb.DuckDBPyConnection, run: str, stream: BinaryIO) -> None:
-        self._con, self._run, self._stream = con, run, stream
+    def __init__(self, con: duckdb.DuckDBPyConnection, run: str | None, rows: str, stream: BinaryIO) -> None:
+        self._con, self._run, self._rows, self._stream = con, run, rows, stream
         self._separator = b"\n"
         self._linked = {row[0] for row in self._ask(LINKED)}
         self._origin: int = next(self._ask(ORIGIN))[0] or 0
@@ -144,8 +148,10 @@ class _Trace:
         return spans
 
     def _ask(self, sql: str) -> Iterator[tuple[Any, ...]]:
-        about_run = sql.format(run=schema.quoted(self._run))
-        reader = self._con.cursor().execute("FROM in_store(?)", [about_run]).to_arrow_reader()
+        run = "NULL" if self._run is None else schema.quoted(self._run)
+        reader = (
+            self._con.cursor().execute("FROM in_store(?)", [sql.format(rows=self._rows, run=run)]).to_arrow_reader()
+        )
         for batch in reader:
             yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
 

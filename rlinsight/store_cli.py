@@ -25,6 +25,10 @@ Store = Annotated[
     Path, typer.Option(envvar="RLINSIGHT_STORE", help="DuckDB file of all runs.", show_envvar=True, metavar="FILE")
 ]
 Run = Annotated[str | None, typer.Option("--run", metavar="RUN", help="That run alone; all runs when left out.")]
+Services = Annotated[
+    list[str] | None,
+    typer.Option("--service", metavar="NAME", help="What that service sent outside of runs; repeat it for several."),
+]
 KeepDays = Annotated[
     float | None,
     typer.Option("--keep-days", metavar="DAYS", help="Remove runs not heard of for longer.", show_default=False),
@@ -47,47 +51,53 @@ export_app = typer.Typer(
 
 
 @export_app.command("parquet")
-def export_parquet(folder: Folder, run: Run = None, store: Store = DEFAULT_STORE) -> None:
+def export_parquet(folder: Folder, run: Run = None, service: Services = None, store: Store = DEFAULT_STORE) -> None:
     """Write every table and the main views as Parquet files.
 
     \b
     rlinsight export parquet backup
     rlinsight export parquet my-run --run quickstart-20260131-101500-1f3a
     """
-    _export_files(store, folder, "parquet", run)
+    _export_files(store, folder, "parquet", run, service)
 
 
 @export_app.command("csv")
-def export_csv(folder: Folder, run: Run = None, store: Store = DEFAULT_STORE) -> None:
+def export_csv(folder: Folder, run: Run = None, service: Services = None, store: Store = DEFAULT_STORE) -> None:
     """Write every table and the main views as CSV files.
 
     \b
     rlinsight export csv sheets --run quickstart-20260131-101500-1f3a
     """
-    _export_files(store, folder, "csv", run)
+    _export_files(store, folder, "csv", run, service)
 
 
 @export_app.command("perfetto")
 def export_perfetto(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A new file; *.gz is compressed.", show_default=False)],
-    run: Annotated[str, typer.Option("--run", metavar="RUN", help="The run.", show_default=False)],
+    run: Annotated[str | None, typer.Option("--run", metavar="RUN", help="The run.")] = None,
+    service: Services = None,
     store: Store = DEFAULT_STORE,
 ) -> None:
     """Write the spans of a run as a trace for https://ui.perfetto.dev or chrome://tracing.
 
     \b
     rlinsight export perfetto trace.json.gz --run quickstart-20260131-101500-1f3a
+    rlinsight export perfetto shop.json --service checkout --service payments
     """
     from rlinsight import perfetto
 
-    spans = perfetto.export(store, file, run)
-    typer.echo(f"{spans:,} spans of {run} in {file}; open it in https://ui.perfetto.dev")
+    services = _services(run, service)
+    if run is None and not services:
+        raise ConfigError("a trace is of one run, or of services; pass --run or --service")
+    spans = perfetto.export(store, file, run, services)
+    typer.echo(f"{spans:,} spans of {run or ', '.join(services)} in {file}; open it in https://ui.perfetto.dev")
 
 
 @export_app.command("otlp")
 def export_otlp(
     endpoint: Annotated[str, typer.Argument(metavar="URL", help="Base URL of OTLP over HTTP.", show_default=False)],
     run: Run = None,
+    service: Services = None,
     header: Annotated[
         list[str] | None,
         typer.Option("--header", metavar="NAME=VALUE", help="Sent with every request, e.g. Authorization=Bearer ..."),
@@ -108,7 +118,12 @@ def export_otlp(
     with _progress() as progress:
         bar = progress.add_task("items", total=None)
         done = replay(
-            store, endpoint, run, headers, lambda items, total: progress.update(bar, completed=items, total=total)
+            store,
+            endpoint,
+            run,
+            headers,
+            lambda items, total: progress.update(bar, completed=items, total=total),
+            _services(run, service),
         )
     text = f"{done.items:,} items in {done.requests:,} requests sent to {endpoint}"
     if done.rejected:
@@ -116,6 +131,12 @@ def export_otlp(
     if done.incomplete:
         text += f", {done.incomplete:,} without the token arrays the store had lost"
     typer.echo(text)
+
+
+def _services(run: str | None, named: list[str] | None) -> list[str]:
+    if run is not None and named:
+        raise ConfigError("what a service sent outside of runs is of no run; pass --run or --service, not both")
+    return named or []
 
 
 def _header(text: str) -> tuple[str, str]:
@@ -221,13 +242,13 @@ def rebuild(store: Store = DEFAULT_STORE) -> None:
     typer.echo(f"{done.rows:,} rows from {done.items:,} spans and log records{lost}")
 
 
-def _export_files(store: Path, folder: Path, form: FileFormat, run: str | None) -> None:
+def _export_files(store: Path, folder: Path, form: FileFormat, run: str | None, service: list[str] | None) -> None:
     from rlinsight.export import export
 
-    written = []
+    services, written = _services(run, service), []
     with _progress() as progress:
         bar = progress.add_task("", total=None)
-        for item in export(store, folder, form, run):
+        for item in export(store, folder, form, run, services):
             written.append(item)
             progress.update(bar, description=item.name, completed=item.number, total=item.total)
     typer.echo(f"{len(written)} files with {sum(item.rows for item in written):,} rows in {folder}")

@@ -248,6 +248,10 @@ def test_exports_say_what_they_wrote(store: Path, tmp_path: Path) -> None:
     refused(rlinsight("export", "csv", "out", "--store", str(store), cwd=tmp_path), 1, "not overwritten")
     result = rlinsight("export", "perfetto", "t.json", "--run", "r-1", "--store", str(store), cwd=tmp_path)
     assert json.loads((tmp_path / "t.json").read_text())["otherData"]["run_id"] == "r-1", result.stderr
+    perfetto = ["export", "perfetto", "u.json", "--store", str(store)]
+    refused(rlinsight(*perfetto, cwd=tmp_path), 2, "pass --run or --service")
+    refused(rlinsight(*perfetto, "--run", "r-1", "--service", "shop", cwd=tmp_path), 2, "not both")
+    refused(rlinsight(*perfetto, "--service", "shop", cwd=tmp_path), 1, "no service 'shop'")
     otlp = ["export", "otlp", "http://127.0.0.1:1", "--store", str(store)]
     refused(rlinsight(*otlp, "--header", "key", cwd=tmp_path), 2, "NAME=VALUE")
     assert rlinsight(*otlp, cwd=tmp_path).stdout == "0 items in 0 requests sent to http://127.0.0.1:1\n"

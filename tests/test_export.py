@@ -18,7 +18,8 @@ from rlinsight.errors import StoreError
 from rlinsight.export import export
 from rlinsight.perfetto import Span
 from tests.collectors.live import collector
-from tests.synthetic import Run, fill
+from tests.dashboards import foreign
+from tests.synthetic import Run, deliver, fill, requests
 
 FIRST, SECOND = Run("one-20250101-120000-a1b2", steps=2, groups=2), Run("it's-2", steps=1, groups=1, status=None)
 
@@ -106,6 +107,25 @@ def test_nothing_is_overwritten_and_nothing_half_done_stays(at_rest, tmp_path):
         list(export(at_rest, tmp_path / "trace.json" / "below", "csv", None))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "trace.json"]
     assert (tmp_path / "trace.json").read_text() == "mine"
+
+
+def test_what_services_sent_outside_of_runs_is_exported_alone(tmp_path):
+    """Their rows in files, and a trace of theirs with its links; not those of a run, nor of another service."""
+    store = tmp_path / "s.duckdb"
+    deliver(store, [*requests(SECOND), *foreign.traces(10**9)])
+    files = {item.name: item.rows for item in export(store, tmp_path / "out", "csv", None, ["shop"])}
+    assert files["otel_spans"] == 2
+    assert not {"runs", "steps", "ingest_batches"} & set(files)
+    with (tmp_path / "out" / "otel_spans.csv").open(newline="") as file:
+        assert {(line["service_name"], line["run_id"]) for line in csv.DictReader(file)} == {("shop", "")}
+    assert perfetto.export(store, tmp_path / "t.json", None, ["shop", "ledger"]) == 6
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    slices = [event["name"] for event in events if event["ph"] in "BX"]
+    assert sorted(slices) == ["POST /pay", "POST /pay", "SELECT orders", "book", "book", "settle"]
+    assert Counter(event["ph"] for event in events)["f"] == 2
+    assert min(event["ts"] for event in events if event["ph"] == "X") == 0
+    with pytest.raises(StoreError, match=r"no service 'rlinsight.controller' .*: ledger, shop"):
+        perfetto.export(store, tmp_path / "other.json", None, ["shop", "rlinsight.controller"])
 
 
 # Traces --------------------------------------------------------------------------------------------------------------

@@ -24,7 +24,8 @@ from rlinsight.attach import connected
 from rlinsight.errors import CollectorError, ConfigError, StoreError
 from tests.collectors.live import collector
 from tests.collectors.test_otlp_fields import METRIC_KINDS, REQUESTS, Filler
-from tests.synthetic import Request, Run, fill
+from tests.dashboards import foreign
+from tests.synthetic import Request, Run, deliver, fill, requests
 
 pytestmark = pytest.mark.slow
 
@@ -90,6 +91,18 @@ def test_a_live_store_sends_one_run_alone(source, tmp_path):
         running.stop()
     for run in (ONE.run_id, TWO.run_id):
         assert _content(target, run) == _content(source, run)
+
+
+def test_services_outside_of_runs_are_sent_alone(tmp_path):
+    """What the shop sent arrives; the ledger's spans and the run stay behind."""
+    store, target = tmp_path / "s.duckdb", tmp_path / "t.duckdb"
+    deliver(store, [*requests(TWO), *foreign.traces(10**9)])
+    with collector(target) as running:
+        assert replay.replay(store, running.endpoint.http, services=["shop"]).items == 2
+        running.stop()
+    with duckdb.connect(str(target), read_only=True) as con:
+        found = con.execute("SELECT service_name, run_id, name FROM otel_spans").fetchall()
+    assert found == [("shop", None, "POST /pay")] * 2
 
 
 @contextmanager

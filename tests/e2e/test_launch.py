@@ -33,6 +33,16 @@ def heed_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
+def assert_linked(path: Path) -> None:
+    """Every finished run of a store has joins, and each of them is whole."""
+    edges = store.query(
+        "SELECT run_id, edge, n, linked FROM runs LEFT JOIN v_linkage USING (run_id) WHERE status = 'finished'",
+        store=path,
+    ).to_pylist()
+    assert edges
+    assert [edge for edge in edges if edge["n"] is None or edge["linked"] != edge["n"]] == []
+
+
 WORKER = """
 import select, sys, time
 from functools import partial
@@ -92,6 +102,8 @@ class Place:
     def run(self, mode: str, *arguments: str) -> tuple[int, str, str]:
         process = self.start(mode, *arguments)
         out, err = process.communicate(timeout=200)
+        if process.returncode == 0 and self.store.exists():
+            assert_linked(self.store)
         return process.returncode, out, err
 
     def query(self, sql: str) -> list[dict[str, Any]]:
@@ -317,6 +329,7 @@ def test_a_store_that_dies_with_its_collector_still_lets_the_run_finish(place: P
     kept.rename(place.store)
     subprocess.run([Path(sys.executable).with_name("rlinsight"), *shlex.split(command)], check=True, timeout=200)
     assert place.query("select count(*) as n from steps") == [{"n": 10}]
+    assert_linked(place.store)
 
 
 def test_two_runs_share_one_collector(place: Place) -> None:
@@ -332,6 +345,7 @@ def test_two_runs_share_one_collector(place: Place) -> None:
     place.let_go(second)
     assert second.wait(timeout=120) == 0
     assert place.query("select count(*) as n from runs where status = 'finished' and steps_done = 5") == [{"n": 2}]
+    assert_linked(place.store)
 
 
 JOIN = """

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from rlinsight import store
 from rlinsight.errors import StoreError
-from tests.e2e.test_launch import heed_signals
+from tests.e2e.test_launch import assert_linked, heed_signals
 from tests.e2e.test_train import COMMAND, Project
 
 ROWS = [{"prompt": f"{a} + {b}?", "answer": f"It is {a + b}."} for a in range(5) for b in range(4)]
@@ -50,6 +50,8 @@ def sft(project: Project, config: dict[str, Any], *arguments: str, exit_code: in
         [COMMAND, "sft", file, *arguments], cwd=project.path, text=True, capture_output=True, timeout=600
     )
     assert result.returncode == exit_code, result.stdout + result.stderr
+    if exit_code == 0:
+        assert_linked(project.store)
     return result.stdout + result.stderr
 
 

@@ -19,7 +19,7 @@ import yaml
 from safetensors.numpy import load_file
 
 from rlinsight import names, store
-from tests.e2e.test_launch import heed_signals
+from tests.e2e.test_launch import assert_linked, heed_signals
 
 COMMAND = Path(sys.executable).parent / "rlinsight"
 MARK = "RLINSIGHT_TEST_PROJECT"  # in the environment of every process a test starts
@@ -68,6 +68,8 @@ class Project:
         process = self.start(*arguments)
         out, err = process.communicate(timeout=600)
         assert process.returncode == exit_code, f"exit {process.returncode}\n{out}\n{err}"
+        if exit_code == 0 and self.tree["telemetry"].get("enabled", True):
+            assert_linked(self.store)
         return out + err
 
     def processes(self) -> list[str]:
@@ -114,10 +116,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Proje
 
 
 def test_everything_links(trained: Project) -> None:
-    """Every rollout joins its step, group, tokens and spans; nothing is dropped; phases cover the steps."""
-    for row in trained.rows("SELECT * FROM v_linkage"):
-        assert row["n"] > 0, row
-        assert row["linked"] == row["n"], row
+    """Every rollout joins its step, group, tokens and spans, and every turn a request the engine timed; nothing is
+    dropped; phases cover the steps."""
+    assert_linked(trained.store)
+    (turns,) = trained.rows("SELECT count(*) AS n, count(queue_s) AS timed FROM turn_requests")
+    (sampled,) = trained.rows("SELECT count(*) AS n FROM turns")
+    assert turns["timed"] == turns["n"] == sampled["n"] == 64
     coverage = trained.rows("SELECT * FROM v_phase_coverage")
     assert len(coverage) == 4
     assert all(row["fraction"] >= 0.95 for row in coverage), coverage

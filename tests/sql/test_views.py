@@ -27,8 +27,8 @@ def _empty():
 
 
 def _clear() -> None:
-    calls = ("worker_calls", "span_starts", "producer_health")
-    for table in ("steps", "otel_spans", "turns", "serving_requests", "weight_syncs", *calls):
+    calls, rollouts = ("worker_calls", "span_starts", "producer_health"), ("rollout_samples", "tool_calls")
+    for table in ("steps", "otel_spans", "turns", "serving_requests", "weight_syncs", *calls, *rollouts):
         CON.execute(f"DELETE FROM {table}")
 
 
@@ -155,6 +155,46 @@ def test_a_request_told_by_client_and_server_is_one_row_of_both():
     assert found == [("client", 0.5, 2.0)]
 
 
+def test_time_per_token_is_of_those_after_the_first():
+    """Two seconds of decoding for five tokens are half a second each; one token, or no time, leaves it unknown."""
+    for i, (tokens, decode_s) in enumerate([(5, 2.0), (1, 2.0), (5, None)]):
+        request = {"request_id": f"q{i}", "span_id": f"{i}"}
+        _insert("turns", KEY | request | {"output_tokens": tokens})
+        _insert("serving_requests", KEY | request | {"decode_s": decode_s, "end_ns": 1})
+    assert CON.execute("SELECT tpot_s FROM turn_requests ORDER BY request_id").fetchall() == [(0.5,), (None,), (None,)]
+
+
+CAUSES = {  # what a late rollout of 30 s has beside all of those below it; the limits belong to none
+    "failed": {"status": "error"},
+    "tool": {"tool_s": 15.1},
+    "queue": {"queue_s": 15.1},
+    "preempted": {"preemptions": 1},
+    "long": {"tokens": 200},
+    "slow": {"status": "ok", "tool_s": 15.0, "queue_s": 15.0, "preemptions": 0, "tokens": 199},
+}
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_a_straggler_has_the_first_cause_that_holds(cause):
+    """20 rollouts end after 10 s with 100 tokens, one after 15 s, which is in time; one after 30 s."""
+    second = 10**9
+    facts = {}
+    for of_cause in reversed(list(CAUSES)[list(CAUSES).index(cause) :]):
+        facts |= CAUSES[of_cause]
+    for i in range(22):
+        late = i == 21
+        rollout = KEY | {"rollout_id": f"{i}", "start_ns": 0, "end_ns": {20: 15, 21: 30}.get(i, 10) * second}
+        sampled = {"status": facts["status"] if late else "ok", "response_tokens": facts["tokens"] if late else 100}
+        _insert("rollout_samples", rollout | sampled)
+    of = KEY | {"rollout_id": "21"}
+    _insert("turns", of | {"request_id": "q", "replica": "policy/0", "turn_index": 0})
+    engine = {"queue_s": facts["queue_s"], "num_preemptions": facts["preemptions"]}
+    _insert("serving_requests", of | {"request_id": "q", "end_ns": 1} | engine)
+    _insert("tool_calls", of | {"start_ns": 0, "end_ns": int(facts["tool_s"] * second)})
+    found = CON.execute("SELECT rollout_id, cause, held_s, duration_s, replica, tool_s FROM stragglers('r')").fetchall()
+    assert found == [("21", cause, 20.0, 30.0, "policy/0", facts["tool_s"])]
+
+
 def test_a_replica_that_joins_later_owes_no_earlier_version():
     """Replica b first gets version 2: version 1 is not missing there; version 3 is, which only a got."""
     for version, replica in ((1, "a"), (2, "a"), (2, "b"), (3, "a")):
@@ -225,7 +265,7 @@ def test_what_one_rank_does_alone_is_missing_nowhere():
 
 def test_a_step_of_several_updates_does_not_make_its_rollouts_old_at_its_start():
     """Sampled by version 4 in a step that began at 4, consumed at 4 and 5: staleness 0 and 1, at_start 0."""
-    CON.execute("DELETE FROM rollout_samples; DELETE FROM rollout_training")
+    CON.execute("DELETE FROM rollout_training")
     _insert("steps", KEY | {"start_ns": 0, "end_ns": 1, "policy_version_in": 4})
     for i in range(2):
         rollout = KEY | {"rollout_id": f"{i}"}

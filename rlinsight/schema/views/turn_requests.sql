@@ -1,5 +1,6 @@
 -- Each turn with the engine request that served it: waits, tokens and preemptions as the engine measured them, NULL where no engine
--- reported it. They find each other by the request's id, and by the request's span being a child of the turn's.
+-- reported it. tpot_s is the time per token after the first. They find each other by the request's id, and by the request's span being
+-- a child of the turn's.
 CREATE OR REPLACE VIEW turn_requests AS
 WITH by_id AS (
   SELECT * FROM serving_requests WHERE request_id IS NOT NULL
@@ -17,7 +18,8 @@ SELECT t.run_id, t.attempt, t.step, t.rollout_id, t.turn_index, t.request_id, t.
   coalesce(q.queue_s, p.queue_s) AS queue_s, coalesce(q.prefill_s, p.prefill_s) AS prefill_s,
   coalesce(q.decode_s, p.decode_s) AS decode_s, coalesce(q.ttft_s, p.ttft_s) AS ttft_s, coalesce(q.e2e_s, p.e2e_s) AS e2e_s,
   coalesce(q.num_preemptions, p.num_preemptions) AS num_preemptions, coalesce(q.aborted, p.aborted) AS aborted,
-  coalesce(q.corrupted, p.corrupted) AS corrupted, t.span_id, coalesce(q.span_id, p.span_id) AS request_span_id
+  coalesce(q.corrupted, p.corrupted) AS corrupted, t.span_id, coalesce(q.span_id, p.span_id) AS request_span_id,
+  coalesce(q.decode_s, p.decode_s) / nullif(t.output_tokens - 1, 0) AS tpot_s
 FROM turns t
 LEFT JOIN by_id q ON q.run_id = t.run_id AND q.attempt = t.attempt AND q.request_id = t.request_id
 LEFT JOIN by_parent p ON p.run_id = t.run_id AND p.trace_id = t.trace_id AND p.parent_span_id = t.span_id;
