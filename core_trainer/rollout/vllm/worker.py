@@ -102,9 +102,10 @@ def _as_computed(module: Any, weights: list[Tensor], random: torch.Generator) ->
     if not weights:
         return []
     width = weights[0].shape[1]
-    columns = torch.randint(width, (NUM_COLUMNS,), generator=random)
-    chosen = torch.zeros(NUM_COLUMNS, width, dtype=weights[0].dtype)
-    chosen[torch.arange(NUM_COLUMNS), columns] = 1
+    count = min(NUM_COLUMNS, width)
+    first = int(torch.randint(width - count + 1, (), generator=random))
+    columns = slice(first, first + count)  # side by side: of each row they are in one line of the processor's cache
+    chosen = torch.eye(count, width, dtype=weights[0].dtype).roll(first, dims=1)
     told = module.quant_method.apply(module, chosen, None).T
     rows = [weight.shape[0] for weight in weights]
     found = list(told[: sum(rows)].split(rows))
