@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
 from core_trainer import attention, lora, models
 from core_trainer.rollout.server import Server
@@ -58,7 +59,7 @@ def main() -> None:
     print(target.read_text())
 
 
-def measure(model: torch.nn.Module, server: Server, rounds: int) -> dict[str, list[float]]:
+def measure(model: PreTrainedModel, server: Server, rounds: int) -> dict[str, list[float]]:
     """Bytes a second of each way, by round."""
     weights = lora.merged_state(model)
     nbytes = sum(weight.nbytes for weight in weights.values())
@@ -68,7 +69,7 @@ def measure(model: torch.nn.Module, server: Server, rounds: int) -> dict[str, li
     ways: dict[str, Callable[[int], object]] = {
         "copy in memory": lambda _: target.copy_(source),
         "write to shared memory": lambda _: shared.write(weights),
-        "sync of a server": lambda version: memory.push(server, version),
+        "sync of a server": lambda version: memory.push(server, version, "wait", lambda: None),
     }
     for way in ways.values():  # pages and maps are made at the first use
         way(0)
