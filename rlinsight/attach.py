@@ -90,7 +90,7 @@ def _attach_collector(endpoint: Endpoint) -> duckdb.DuckDBPyConnection:
     except (duckdb.IOException, duckdb.HTTPException) as error:
         con.close()
         raise HandOver(f"collector {endpoint.pid} does not answer ({str(error).splitlines()[0]})") from None
-    except BaseException:
+    except BaseException:  # also when interrupted: the connection, and a file's lock, must go
         con.close()
         raise
     return con
@@ -120,7 +120,7 @@ def _attach_file(path: Path) -> duckdb.DuckDBPyConnection:
         if is_locked(error):
             raise HandOver(str(error).splitlines()[0]) from None
         raise explain(path, error) from None
-    except BaseException:
+    except BaseException:  # also when interrupted: the connection, and a file's lock, must go
         con.close()
         raise
     return con

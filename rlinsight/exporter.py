@@ -226,7 +226,7 @@ class Exporter:
         """The items as one request, or as more when one that cannot be encoded or sent would cost the others."""
         try:
             payload = self._encoder.encode(items)
-        except Exception:
+        except Exception:  # of what a library put into its span: whichever item it is, the others go
             if len(items) == 1:
                 self.fault(name_of(items[0]), emitted=0)
                 return

@@ -92,7 +92,7 @@ def train(
                 with signals.graceful(progress):
                     summary = trainer(config, job, progress)
                 end.status = summary.status
-            except Exception:
+            except Exception:  # whatever ended it, a checkpoint is there to go on from
                 if (checkpoint := run.newest_checkpoint()) is not None:
                     progress.stage(f"failed; to go on after {checkpoint.name}: {progress.resume_command(checkpoint)}")
                 raise
@@ -198,7 +198,7 @@ def _recorded(config: Config | SftConfig, job: Job) -> Iterator[_End]:
     try:
         telemetry.event(names.RUN_START, _start_attributes(config, job))
         yield end
-    except BaseException as error:
+    except BaseException as error:  # recorded and passed on
         end.exit_code = error.exit_code if isinstance(error, RlinsightError) else 1
         end.reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise

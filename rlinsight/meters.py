@@ -81,7 +81,7 @@ class Meters:
         yield_processors()
         try:
             self._register()
-        except Exception:
+        except Exception:  # it reaches into the SDK; training goes on without metrics
             _log.warning("no metrics are recorded: the OpenTelemetry SDK is not as expected", exc_info=True)
             self._readers = []
         self._ready.set()
@@ -114,7 +114,7 @@ class Meters:
         for _, reader in self._readers:
             try:
                 reader.collect()
-            except Exception:
+            except Exception:  # of an instrument's callback, which is other people's code
                 level = logging.DEBUG if self._complained else logging.WARNING
                 _log.log(level, "metrics could not be collected; this is told once", exc_info=True)
                 self._complained = True

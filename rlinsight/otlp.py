@@ -135,7 +135,7 @@ class Encoder:
                 items = tuple(self._plain(item) for item in value)
                 return None if None in items else items
             scalar = value.item()  # numpy and torch scalars; their arrays raise ValueError here
-        except Exception:
+        except Exception:  # of a foreign object's own methods: counted as an attribute that was dropped
             return None
         return scalar if isinstance(scalar, bool | int | float | str) else None
 
