@@ -5,8 +5,9 @@
 On is everything at once, each at the pace a run has by default: text in full, token arrays, metrics, system metrics,
 and two endpoints scraped. Off is ``telemetry.enabled=false``. Both arms train the same steps from the same seed;
 which of a pair goes first alternates, so that a machine that warms up or slows down favours neither. The step times
-are those of the trainer's own progress report; the first two steps of a run warm up and are left out. The ratio is
-that of the pairs' median step times, with a bootstrap interval over pairs.
+are those of the trainer's own progress report; the first two steps of a run warm up and are left out. Both arms sample
+the same tokens, so each step is compared with the same step of the other arm, whose work is the same: the ratio of a
+pair is the median of its steps' ratios, with a bootstrap interval over pairs.
 
 That ratio needs a machine with nothing else to do. What telemetry can cost at most is told by processor time, which
 others disturb little: the time inside emit calls, which telemetry measures itself, and what its own threads and the
@@ -93,7 +94,7 @@ def main() -> None:
             for arm in ("on", "off") if index % 2 == 0 else ("off", "on"):
                 place = Path(folder) / f"{index}-{arm}"
                 arms[arm], used = train(options, place, settings(arm, place, urls))
-                print(f"pair {index + 1} {arm}: {statistics.median(arms[arm]):.4f} s per step", file=sys.stderr)
+                print(f"pair {index + 1} {arm}:", *(f"{s:.3f}" for s in arms[arm]), "s", file=sys.stderr)
                 if arm == "on":
                     costs.append(spent(place) | {"threads_s": used})
             pairs.append((arms["on"], arms["off"]))
@@ -149,19 +150,18 @@ def spent(place: Path) -> dict[str, Any]:
     return row | size
 
 
-def interval(pairs: list[tuple[float, float]], draws: int = 10_000) -> tuple[float, float]:
+def interval(ratios: list[float], draws: int = 10_000) -> tuple[float, float]:
     """95% bootstrap interval of the median ratio over pairs."""
     draw = random.Random(1)
-    ratios = [on / off for on, off in pairs]
     medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(draws))
     return medians[int(0.025 * draws)], medians[int(0.975 * draws)]
 
 
 def report(pairs: list[tuple[list[float], list[float]]], costs: list[dict[str, Any]], options: Any) -> str:
     """Markdown: the machine, the command, the bound by processor time, the ratio, one row per pair."""
-    medians = [(statistics.median(on), statistics.median(off)) for on, off in pairs]
-    ratio = statistics.median(on / off for on, off in medians)
-    low, high = interval(medians)
+    ratios = [statistics.median(a / b for a, b in zip(on, off, strict=True)) for on, off in pairs]
+    ratio = statistics.median(ratios)
+    low, high = interval(ratios)
     seconds = statistics.mean(sum(on) for on, _ in pairs)
     # Emit calls are counted over the whole run, start-up and warm-up included, so their share is rather too large.
     inside, threads = (statistics.mean(row[name] for row in costs) for name in ("s", "threads_s"))
@@ -184,9 +184,12 @@ def report(pairs: list[tuple[list[float], list[float]]], costs: list[dict[str, A
         "",
         f"Step time with everything on over step time without: {ratio:.4f} (95% interval {low:.4f} to {high:.4f}).",
         "",
-        "| pair | on, median s | off, median s | ratio |",
+        "| pair | on, median s | off, median s | median ratio of a step |",
         "|---|---|---|---|",
-        *(f"| {i} | {on:.4f} | {off:.4f} | {on / off:.4f} |" for i, (on, off) in enumerate(medians, start=1)),
+        *(
+            f"| {i} | {statistics.median(on):.4f} | {statistics.median(off):.4f} | {step:.4f} |"
+            for i, ((on, off), step) in enumerate(zip(pairs, ratios, strict=True), start=1)
+        ),
     ]
     return "\n".join(lines) + "\n"
 

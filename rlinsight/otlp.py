@@ -18,6 +18,7 @@ from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsSer
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1 import common_pb2
+from opentelemetry.proto.logs.v1 import logs_pb2
 from opentelemetry.proto.trace.v1 import trace_pb2
 from opentelemetry.sdk._logs import ReadableLogRecord
 from opentelemetry.sdk.resources import Resource
@@ -186,6 +187,8 @@ class Encoder:
         """Of ReadableSpan."""
         context, parent = span.get_span_context(), span.parent
         message = spans.add()
+        message.CopyFrom(_SPAN)
+        del message.attributes[:]
         message.trace_id, message.span_id = _ids(context)
         message.trace_state = _trace_state(context)
         if parent is not None:
@@ -216,6 +219,8 @@ class Encoder:
             self._add_record(records.add(), item)
 
     def _add_event(self, message: Any, event: Event) -> None:
+        message.CopyFrom(_RECORD)
+        del message.attributes[:]
         message.time_unix_nano = message.observed_time_unix_nano = event.time_ns
         if event.context.is_valid:
             message.trace_id, message.span_id = _ids(event.context)
@@ -255,6 +260,7 @@ class Encoder:
             if self._censoring and (value := self._censor(key, value)) is None:
                 continue
             pair = pairs.add()
+            pair.CopyFrom(_PAIR)
             try:
                 pair.key = _utf8(key)
                 _set(pair.value, value)
@@ -367,6 +373,15 @@ def _size(value: Any) -> int:
     return VALUE_BYTES
 
 
+# Messages whose parts are there already, to fill copies of. Protobuf makes an arena for each part that is read before
+# it is set, and when 10,000 arenas are gone returns all free memory of the process to the system (malloc_trim, with the
+# GIL held): several times a minute, and training, which needs that memory in each step, had to fault it in again.
+_PAIR = common_pb2.KeyValue(value=common_pb2.AnyValue(string_value=""))
+_SPAN = trace_pb2.Span(attributes=[_PAIR], status=trace_pb2.Status())
+_RECORD = logs_pb2.LogRecord(attributes=[_PAIR])
+_ARRAY = common_pb2.AnyValue(array_value=common_pb2.ArrayValue(values=[common_pb2.AnyValue()]))
+
+
 def _set(message: Any, value: Any) -> None:
     """Give a protobuf AnyValue a value. Raises ValueError or TypeError when it cannot hold it."""
     if isinstance(value, str):
@@ -384,14 +399,18 @@ def _set(message: Any, value: Any) -> None:
         pairs.SetInParent()  # an empty one is not the same as none
         for key, item in value.items():
             pair = pairs.values.add()
+            pair.CopyFrom(_PAIR)
             pair.key = _utf8(key)
             _set(pair.value, item)
     elif isinstance(value, Sequence):
-        array = message.array_value
-        array.SetInParent()
+        message.CopyFrom(_ARRAY)
+        values = message.array_value.values
+        del values[:]
         for item in value:
-            _set(array.values.add(), item)
-    elif value is not None:
+            _set(values.add(), item)
+    elif value is None:
+        message.Clear()
+    else:
         raise ValueError(f"an attribute cannot hold {type(value).__name__}")
 
 

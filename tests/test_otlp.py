@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import ctypes
+import platform
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from opentelemetry._logs import LogRecord, SeverityNumber
 from opentelemetry.attributes import BoundedAttributes
@@ -178,3 +181,32 @@ def test_equal_log_probs_stay_equal_and_unequal_ones_differ_by_the_rounding_at_m
     assert one[names.OLD_LOG_PROBS_ARRAY] == one[names.ROLLOUT_LOG_PROBS]
     moved = np.abs(np.frombuffer(one[names.ROLLOUT_LOG_PROBS], "<f4").astype(np.float64) - values)
     assert moved.max() < 0.5e-5 + 1e-6  # half a unit, and the step between float32 numbers near -16
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc_trim is glibc's")
+def test_encoding_leaves_the_free_memory_of_the_process_to_training() -> None:
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (
+        ctypes.c_void_p,
+        [ctypes.c_size_t],
+        [ctypes.c_void_p],
+    )
+    blocks = [libc.malloc(100_000) for _ in range(1000)]  # below what malloc takes from the system one by one
+    for block in blocks:
+        ctypes.memset(block, 1, 100_000)
+    for index, block in enumerate(blocks):
+        if index % 10:  # the others keep the free ones from the end of the heap
+            libc.free(block)
+    process = psutil.Process()
+    before = process.memory_info().rss
+    # Of what a run sends most: more than the 10,000 arenas after which protobuf would call malloc_trim.
+    attributes = {f"key.{index}": value for index, value in enumerate([1, 2.0, "text", b"bytes", True, ["a", "b"]] * 2)}
+    event = Event("event", 1, SpanContext(1, 2, is_remote=False), attributes)
+    span = ReadableSpan("span", SpanContext(1, 2, is_remote=False), attributes=attributes, instrumentation_scope=SCOPE)
+    encoder = Encoder(Resource({}))
+    for item in (event, span):
+        encoder.encode([item] * 5000)
+    kept = process.memory_info().rss - before
+    for block in blocks[::10]:
+        libc.free(block)
+    assert kept > -20_000_000
