@@ -155,10 +155,11 @@ def test_a_vllm_server_samples_what_the_policy_says(vllm_server: str, large_head
     assert all(len(pairs) == 3 for pairs in top.top_log_probs)
 
     async def abort() -> Turn:
-        task = asyncio.create_task(engine.generate(GenerateRequest("long", prompt, SamplingParams(400, 1.0))))
+        endless = SamplingParams(400, 1.0, logit_bias={policy.config.eos_token_id: -100.0})
+        task = asyncio.create_task(engine.generate(GenerateRequest("long", prompt, endless)))
         while not engine._at:
             await asyncio.sleep(0.01)
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.1)
         engine.abort("long")
         return await task
 

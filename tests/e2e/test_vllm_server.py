@@ -38,6 +38,7 @@ pytestmark = [
 ]
 
 STOP_TOKEN = 7
+UNSENT_NS = 10**9  # a server sends its spans this often
 SKIPPED = "model.layers.1.mlp.up_proj.weight"  # by skipping_worker.py, which needs vLLM
 OWNER = """
 import sys, time
@@ -417,13 +418,19 @@ def test_a_server_that_is_killed_costs_the_run_nothing(directory: Path, tmp_path
         and each.info["environ"].get(REPLICA) == "vllm/0"
         and "core_trainer.rollout.vllm.serve" in (each.info["cmdline"] or [])
     ]
+    killed_ns = time.time_ns()
     os.killpg(os.getpgid(killed[0]), signal.SIGKILL)
     out, err = process.communicate(timeout=800)
     assert process.returncode == 0, f"{out}\n{err}"
     assert project.processes() == []
+    # What a killed server knew of its last requests and had not sent yet is gone with it; nothing else is missing.
+    unsent = project.rows(
+        "SELECT replica, end_ns FROM turns ANTI JOIN serving_requests s ON s.parent_span_id = turns.span_id"
+    )
+    assert all(turn["replica"] == "vllm/0" and turn["end_ns"] > killed_ns - 3 * UNSENT_NS for turn in unsent), unsent
     for row in project.rows("SELECT * FROM v_linkage"):
         assert row["n"] > 0, row
-        assert row["linked"] == row["n"], row
+        assert row["linked"] == row["n"] - len(unsent) * (row["edge"] == "turn->serving_request"), row
     (alert,) = project.rows("SELECT step, message FROM alerts WHERE rule = 'lost_replica'")
     assert "replica vllm/0 did not take the weights" in alert["message"]
     assert project.rows("SELECT steps_done FROM runs") == [{"steps_done": 6}]
