@@ -1,19 +1,19 @@
-"""Telemetry's share of a step's time: whole runs with everything on and with telemetry off, in alternation.
+"""Telemetry's share of a step's time: one run, with everything on and with nothing recorded in alternating blocks.
 
-    python benchmarks/telemetry_tax.py [--pairs 8] [--steps 12] [--config configs/quickstart.yaml] [--output FILE.md]
+    python benchmarks/telemetry_tax.py [--blocks 40] [--block-steps 4] [--config FILE.yaml] [--output FILE.md]
 
 On is everything at once, each at the pace a run has by default: text in full, token arrays, metrics, system metrics,
-and two endpoints scraped. Off is ``telemetry.enabled=false``. Both arms train the same steps from the same seed;
-which of a pair goes first alternates, so that a machine that warms up or slows down favours neither. The step times
-are those of the trainer's own progress report; the first two steps of a run warm up and are left out. Both arms sample
-the same tokens, so each step is compared with the same step of the other arm, whose work is the same: the ratio of a
-pair is the median of its steps' ratios, with a bootstrap interval over pairs.
+and two endpoints scraped. Off is what ``telemetry.enabled=false`` makes of each call, switched in policy worker and
+controller between two steps, with the collector stopped (SIGSTOP); reward workers, a fiftieth of the data, and the
+threads that sample metrics go on. Whole runs of one arm differ by more than what is to be measured, in all their steps
+alike, so both arms are of one run. The first step of a block, in which the other arm still has an effect, is left out,
+and so are the steps in which the policy learns to answer shortly. Steps differ in the tokens they sample: the effect
+is that of a linear model of a step's seconds by arm, mean response length and position, with a bootstrap interval over
+neighbouring blocks.
 
-That ratio needs a machine with nothing else to do. What telemetry can cost at most is told by processor time, which
-others disturb little: the time inside emit calls, which telemetry measures itself, and what its own threads and the
-collector used. Those run under the scheduler's idle policy and are counted by it, from the end of the warm-up to the
-end of the last step. If training lost all of that, steps would be longer by the bound: processor time over the
-processors' time in those steps.
+What telemetry can cost at most is told by processor time: that inside emit calls, which telemetry measures itself, and
+what its own threads and the collector used. Those run under the scheduler's idle policy and are counted by it. If
+training lost all of that, steps would be longer by the bound: processor time over the processors' time in the steps.
 """
 
 from __future__ import annotations
@@ -22,34 +22,109 @@ import argparse
 import json
 import os
 import platform
-import random
-import statistics
-import subprocess
+import signal
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import psutil
+import torch
 from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+from rich.console import Console
 
-from rlinsight import store
+from core_trainer.algorithms import advantages
+from core_trainer.algorithms.registry import advantage
+from rlinsight import exporter, launch, names, store, telemetry
+from rlinsight.config import load
+from rlinsight.otlp import Item
+from rlinsight.wire import Signal
 
 ROOT = Path(__file__).resolve().parent.parent
-WARM_UP = 2  # steps
+OFF = "RLINSIGHT_BENCHMARK_OFF"  # in the environment: a file that is there while nothing is recorded
+LEARNING = 12  # steps
 TABLES = ("otel_spans", "otel_logs", "otel_metrics")
-TRAIN = """
-import json, os, sys
-from pathlib import Path
-import psutil
-from rich.console import Console
-from core_trainer import controller
-from rlinsight import launch
-from rlinsight.config import load
 
-config, steps = load(Path(sys.argv[1]), sys.argv[3:]), []
 
-def idle_policy_s():
+# In every process that records --------------------------------------------------------------------------------------
+
+
+@advantage("grpo_switched")
+def grpo_switched(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """GRPO's own: this file is a plugin so that the policy worker has the switch, and a plugin must have a part."""
+    return advantages.grpo(rewards, groups)
+
+
+class Switch:
+    """Turns recording off and on again in this process when a step begins."""
+
+    def __init__(self, off: Path) -> None:
+        self._off, self._recorder = off, telemetry._recorder
+        self._step_context, put = telemetry.step_context, exporter.Exporter.put
+
+        def switched(self: exporter.Exporter, signal: Signal, item: Item) -> None:
+            if telemetry._recorder is not None:
+                put(self, signal, item)
+
+        telemetry.step_context, exporter.Exporter.put = self._begin, switched
+
+    def _begin(self, step: int | None) -> Any:
+        self._recorder = telemetry._recorder or self._recorder
+        telemetry._recorder = None if self._off.exists() else self._recorder
+        return self._step_context(step)
+
+
+if __name__ != "__main__" and OFF in os.environ:
+    Switch(Path(os.environ[OFF]))
+
+
+# The run ------------------------------------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """One step."""
+
+    step: int
+    on: bool
+    seconds: float
+    length: float  # mean of its responses
+    idle_s: float  # processor time under the idle policy so far
+
+
+class Blocks:
+    """A reporter that switches between two blocks and keeps what is measured."""
+
+    def __init__(self, told: Any, off: Path, options: argparse.Namespace) -> None:
+        self.rows = list[Row]()
+        self._told, self._off, self._options = told, off, options
+
+    def stage(self, text: str) -> None:
+        """Passed on."""
+        self._told.stage(text)
+
+    def stop_requested(self) -> bool:
+        """Passed on."""
+        return self._told.stop_requested()
+
+    def step(self, report: Any) -> None:
+        """Keep the step, and switch if it is the last of its block."""
+        length = report.metrics[names.M_LENGTH_MEAN]
+        self.rows.append(Row(report.step, not self._off.exists(), report.seconds, length, idle_policy_s()))
+        self._told.step(report)
+        block = (report.step - LEARNING) // self._options.block_steps
+        # After the last step as well: the collector takes what is left.
+        on = report.step < LEARNING or block % 2 == 0 or report.step == report.total_steps
+        if on == self._off.exists():
+            self._off.unlink() if on else self._off.touch()
+            for process in psutil.Process().children():
+                if "collectors" in process.cmdline():
+                    process.send_signal(signal.SIGCONT if on else signal.SIGSTOP)
+
+
+def idle_policy_s() -> float:
+    """Processor time of all threads of this run under the idle policy."""
     total = 0.0
     for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
         try:
@@ -60,48 +135,56 @@ def idle_policy_s():
             continue
     return total
 
-def timed(config, job, reporter):
-    told = reporter.step
-    def step(report):
-        steps.append((report.seconds, idle_policy_s()))
-        told(report)
-    reporter.step = step
-    return controller.run(config, job, reporter)
-
-code = launch.train(config, Console(stderr=True), controller=timed).exit_code
-Path(sys.argv[2]).write_text(json.dumps(steps))
-sys.exit(code)
-"""
-EMITTING = "SELECT coalesce(sum(overhead_s), 0) AS s, count(*) AS n FROM health WHERE run_id IS NOT NULL"
-
 
 def main() -> None:
-    """Run the pairs and report."""
+    """Run and report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--pairs", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=12, help="of each run; the first two are left out")
+    parser.add_argument("--blocks", type=int, default=40, help="of each arm")
+    parser.add_argument("--block-steps", type=int, default=4, help="the first of them is left out")
     parser.add_argument("--config", type=Path, default=ROOT / "configs/quickstart.yaml")
     parser.add_argument("--output", type=Path, help="markdown file; printed in any case")
-    parser.add_argument("overrides", nargs="*", help="further section.key=value of both arms")
+    parser.add_argument("overrides", nargs="*", help="further section.key=value")
     options = parser.parse_args()
-    if options.steps <= WARM_UP:
-        parser.error(f"--steps {options.steps}: the first {WARM_UP} are left out; ask for more")
+    if options.block_steps < 2:
+        parser.error(f"--block-steps {options.block_steps}: the first of a block is left out; ask for more")
     with tempfile.TemporaryDirectory() as folder:
-        urls = [serve() for _ in range(2)]
-        pairs, costs = [], []
-        for index in range(options.pairs):
-            arms = {}
-            for arm in ("on", "off") if index % 2 == 0 else ("off", "on"):
-                place = Path(folder) / f"{index}-{arm}"
-                arms[arm], used = train(options, place, settings(arm, place, urls))
-                print(f"pair {index + 1} {arm}:", *(f"{s:.3f}" for s in arms[arm]), "s", file=sys.stderr)
-                if arm == "on":
-                    costs.append(spent(place) | {"threads_s": used})
-            pairs.append((arms["on"], arms["off"]))
-    text = report(pairs, costs, options)
+        path, off = Path(folder) / "store.duckdb", Path(folder) / "off"
+        os.environ[OFF] = str(off)
+        targets = [{"name": f"engine-{index}", "url": serve()} for index in range(2)]
+        overrides = [
+            f"run.dir={folder}/runs", f"telemetry.store={path}", "telemetry.text=full", "telemetry.token_arrays=true",
+            "telemetry.system_metrics=true", f"telemetry.scrape={json.dumps(targets)}",
+            # It ends in a block with everything on, which delivers what is left.
+            f"trainer.total_steps={LEARNING + (2 * options.blocks + 1) * options.block_steps}",
+            f"algorithm.plugins=[{Path(__file__).resolve()}]", "algorithm.advantage.type=grpo_switched",
+            *options.overrides,
+        ]  # fmt: skip
+        rows = train(options, overrides, off)
+        spent = store.query(
+            "SELECT (SELECT coalesce(sum(overhead_s), 0) FROM health WHERE run_id IS NOT NULL) AS emit_s, "
+            + ", ".join(f"(SELECT count(*) FROM {table}) AS {table}" for table in TABLES),
+            store=path,
+        ).to_pylist()[0]
+    text = report(rows, spent, options)
     if options.output:
         options.output.write_text(text)
     print(text)
+
+
+def train(options: argparse.Namespace, overrides: list[str], off: Path) -> list[Row]:
+    """The run's steps."""
+    kept = list[Blocks]()
+
+    def controller(config: Any, job: Any, reporter: Any) -> Any:
+        from core_trainer import controller
+
+        kept.append(Blocks(reporter, off, options))
+        return controller.run(config, job, kept[0])
+
+    code = launch.train(load(options.config, overrides), Console(stderr=True), controller=controller).exit_code
+    if code:
+        sys.exit(code)
+    return kept[0].rows
 
 
 def serve() -> str:
@@ -115,80 +198,53 @@ def serve() -> str:
     return f"http://127.0.0.1:{server.server_port}/metrics"
 
 
-def settings(arm: str, place: Path, urls: list[str]) -> list[str]:
-    """Overrides of one arm."""
-    if arm == "off":
-        return [f"telemetry.store={place / 'store.duckdb'}", "telemetry.enabled=false"]
-    targets = [{"name": f"engine-{index}", "url": url} for index, url in enumerate(urls)]
-    return [
-        f"telemetry.store={place / 'store.duckdb'}",
-        "telemetry.text=full",
-        "telemetry.token_arrays=true",
-        "telemetry.system_metrics=true",
-        f"telemetry.scrape={json.dumps(targets)}",
-    ]
+# What it says -------------------------------------------------------------------------------------------------------
 
 
-def train(options: argparse.Namespace, place: Path, overrides: list[str]) -> tuple[list[float], float]:
-    """One run in a process of its own; seconds of its steps after the warm-up, and of telemetry's threads in them."""
-    place.mkdir()
-    common = [f"run.dir={place / 'runs'}", f"trainer.total_steps={options.steps}", *options.overrides]
-    subprocess.run(
-        [sys.executable, "-c", TRAIN, str(options.config), str(place / "seconds.json"), *common, *overrides],
-        cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    steps, used = zip(*json.loads((place / "seconds.json").read_text()), strict=True)
-    return list(steps[WARM_UP:]), used[-1] - used[WARM_UP - 1]
+def ratio(blocks: list[list[Row]]) -> float:
+    """Seconds of a step with everything on over those of the same step without."""
+    rows = [row for block in blocks for row in block]
+    arm, length, step, seconds = np.array([(row.on, row.length, row.step, row.seconds) for row in rows], float).T
+    columns = [np.ones(len(rows)), arm, length - length.mean(), step - step.mean()]
+    (off, effect, *_), *_ = np.linalg.lstsq(np.stack(columns, axis=1), seconds, rcond=None)
+    return 1 + effect / off
 
 
-def spent(place: Path) -> dict[str, Any]:
-    """Seconds inside emit calls, of how many processes, and what was recorded, of one run."""
-    path = place / "store.duckdb"
-    (row,) = store.query(EMITTING, store=path).to_pylist()
-    counts = ", ".join(f"(SELECT count(*) FROM {table}) AS {table}" for table in TABLES)
-    (size,) = store.query(f"SELECT {counts}", store=path).to_pylist()
-    return row | size
-
-
-def interval(ratios: list[float], draws: int = 10_000) -> tuple[float, float]:
-    """95% bootstrap interval of the median ratio over pairs."""
-    draw = random.Random(1)
-    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(draws))
-    return medians[int(0.025 * draws)], medians[int(0.975 * draws)]
-
-
-def report(pairs: list[tuple[list[float], list[float]]], costs: list[dict[str, Any]], options: Any) -> str:
-    """Markdown: the machine, the command, the bound by processor time, the ratio, one row per pair."""
-    ratios = [statistics.median(a / b for a, b in zip(on, off, strict=True)) for on, off in pairs]
-    ratio = statistics.median(ratios)
-    low, high = interval(ratios)
-    seconds = statistics.mean(sum(on) for on, _ in pairs)
-    # Emit calls are counted over the whole run, start-up and warm-up included, so their share is rather too large.
-    inside, threads = (statistics.mean(row[name] for row in costs) for name in ("s", "threads_s"))
-    cores = len(os.sched_getaffinity(0))
-    bound = (inside + threads) / (cores * seconds)
-    spans, records, points = (round(statistics.mean(row[table] for row in costs)) for table in TABLES)
+def report(rows: list[Row], spent: dict[str, Any], options: argparse.Namespace) -> str:
+    """Markdown: the machine, the command, both figures."""
+    size, cores = options.block_steps, len(os.sched_getaffinity(0))
+    after = rows[LEARNING:]
+    blocks = [after[i : i + size] for i in range(0, 2 * options.blocks * size, size)]
+    kept = [block[1:] for block in blocks]
+    pairs = [kept[i : i + 2] for i in range(0, len(kept), 2)]
+    draw = np.random.default_rng(1)
+    drawn = [[pairs[i] for i in draw.integers(len(pairs), size=len(pairs))] for _ in range(2000)]
+    low, high = np.quantile([ratio([block for pair in some for block in pair]) for some in drawn], (0.025, 0.975))
+    on_s = sum(row.seconds for row in rows if row.on)
+    threads_s = rows[-1].idle_s - rows[0].idle_s
+    bound = (spent["emit_s"] + threads_s) / (cores * on_s)
     machine = f"{platform.processor() or platform.machine()}, {cores} cores, load {os.getloadavg()[0]:.1f}"
+    counts = [f"{spent[table]} {kind}" for table, kind in zip(TABLES, ("spans", "log records", "points"), strict=True)]
     lines = [
         "# Telemetry tax",
         "",
-        f"    python benchmarks/telemetry_tax.py --pairs {options.pairs} --steps {options.steps}",
+        f"    python benchmarks/telemetry_tax.py --blocks {options.blocks} --block-steps {size}",
         "",
-        f"`{options.config.name}` on {machine}, {time.strftime('%Y-%m-%d')}. Everything on against telemetry off, "
-        f"{options.pairs} alternating pairs, {options.steps - WARM_UP} steps each.",
+        f"`{options.config.name}` on {machine}, {time.strftime('%Y-%m-%d')}. {options.blocks} blocks of {size} steps "
+        f"with everything on and as many with telemetry off, in alternation in one run.",
         "",
-        f"At most {bound:.2%} of a step: {inside:.2f} s inside emit calls of {costs[0]['n']} processes, and "
-        f"{threads:.2f} s of processor time of telemetry's own threads and the collector, which run when a processor "
-        f"has nothing else to do, in {seconds:.0f} s of steps on {cores} cores. The run stored {spans} spans, "
-        f"{records} log records and {points} metric points.",
+        f"Step time with everything on over step time without: {ratio(kept):.4f} "
+        f"(95% interval {low:.4f} to {high:.4f}).",
         "",
-        f"Step time with everything on over step time without: {ratio:.4f} (95% interval {low:.4f} to {high:.4f}).",
+        f"By processor time at most {bound:.2%}: {spent['emit_s']:.2f} s inside emit calls and {threads_s:.2f} s of "
+        f"telemetry's own threads and the collector, in {on_s:.0f} s of steps with everything on, on {cores} cores, "
+        f"for {', '.join(counts)}.",
         "",
-        "| pair | on, median s | off, median s | median ratio of a step |",
-        "|---|---|---|---|",
+        "| pair of blocks | on, mean s | off, mean s |",
+        "|---|---|---|",
         *(
-            f"| {i} | {statistics.median(on):.4f} | {statistics.median(off):.4f} | {step:.4f} |"
-            for i, ((on, off), step) in enumerate(zip(pairs, ratios, strict=True), start=1)
+            f"| {i} | {np.mean([row.seconds for row in on]):.3f} | {np.mean([row.seconds for row in off]):.3f} |"
+            for i, (on, off) in enumerate(pairs, start=1)
         ),
     ]
     return "\n".join(lines) + "\n"
