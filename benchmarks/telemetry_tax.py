@@ -4,8 +4,8 @@
 
 On is everything at once, each at the pace a run has by default: text in full, token arrays, metrics, system metrics,
 and two endpoints scraped. Off is what ``telemetry.enabled=false`` makes of each call, switched in policy worker and
-controller between two steps, with the collector stopped (SIGSTOP); reward workers, a fiftieth of the data, and the
-threads that sample metrics go on. Whole runs of one arm differ by more than what is to be measured, in all their steps
+controller between two steps, with the collector stopped (SIGSTOP); reward workers and the threads that sample metrics
+go on. Whole runs of one arm differ by more than what is to be measured, in all their steps
 alike, so both arms are of one run. The first step of a block, in which the other arm still has an effect, is left out,
 and so are the steps in which the policy learns to answer shortly. Steps differ in the tokens they sample: the effect
 is that of a linear model of a step's seconds by arm, mean response length and position, with a bootstrap interval over

@@ -35,7 +35,7 @@ def observe(provider: MeterProvider, run_id: str) -> None:
     stop()
     try:
         _readings = _Readings(run_id)
-    except Exception as error:
+    except Exception as error:  # of whichever sensor: training goes on without it
         _log.warning("no system metrics: %s: %s", type(error).__name__, error)
         return
     if not _observing:  # instruments live as long as the process

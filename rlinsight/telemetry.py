@@ -201,7 +201,7 @@ def record_span(
         context = _span_context(_context(identity)) if identity else None
         context = context or providers.new_context(parent)
         recorder.span(name, context, parent, start_ns, end_ns, attributes or {}, _links(links), _step, error)
-    except Exception:
+    except Exception:  # counted: an emit call never raises into training
         recorder.exporter.fault(name)
     recorder.exporter.spent(time.perf_counter_ns() - began)
     return _carrier_of(context)
@@ -226,7 +226,7 @@ def event(name: str, attributes: Attributes, *, carrier: Carrier | None = None, 
     try:
         time_ns = time.time_ns() if time_ns is None else time_ns
         recorder.event(name, _context(carrier), time_ns, attributes, _step)
-    except Exception:
+    except Exception:  # counted: an emit call never raises into training
         recorder.exporter.fault(name)
     recorder.exporter.spent(time.perf_counter_ns() - began)
 
@@ -296,7 +296,7 @@ class Span:
             self._token = otel_context.attach(set_span_in_context(span))
             if self._announce:
                 recorder.announce(span, _step)
-        except Exception:
+        except Exception:  # counted: an emit call never raises into training
             recorder.exporter.fault(self._name)
         recorder.exporter.spent(time.perf_counter_ns() - self._began)
         return self
@@ -316,7 +316,7 @@ class Span:
                 self._span.set_status(Status(StatusCode.ERROR, recorder.encoder.describe(error)))
             # Elapsed time is monotonic: a wall clock set back must not give a negative duration.
             self._span.end(self._start_ns + ended - self._began)
-        except Exception:
+        except Exception:  # counted: an emit call never raises into training
             recorder.exporter.fault(self._name)
         recorder.exporter.spent(time.perf_counter_ns() - ended)
 
@@ -330,7 +330,7 @@ class _Processor(SpanProcessor, LogRecordProcessor):
         if recorder is not None:
             try:
                 recorder.begin(span, _step)
-            except Exception:
+            except Exception:  # counted: an emit call never raises into training
                 recorder.exporter.fault(span.name)
 
     def on_end(self, span: ReadableSpan) -> None:
@@ -339,7 +339,7 @@ class _Processor(SpanProcessor, LogRecordProcessor):
         if recorder is not None:
             try:
                 recorder.end(span)
-            except Exception:
+            except Exception:  # counted: an emit call never raises into training
                 recorder.exporter.fault(span.name)
 
     def on_emit(self, log_record: ReadWriteLogRecord) -> None:
@@ -348,7 +348,7 @@ class _Processor(SpanProcessor, LogRecordProcessor):
         if recorder is not None:
             try:
                 recorder.log(log_record, _step)
-            except Exception:
+            except Exception:  # counted: an emit call never raises into training
                 recorder.exporter.fault(str(log_record.log_record.event_name))
 
     def shutdown(self) -> None:

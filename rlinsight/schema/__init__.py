@@ -104,7 +104,7 @@ def apply(con: Any, store: Path) -> None:
                 con.execute(f"COMMENT ON {target} {file.name} IS {quoted(file.comment)}")
         con.execute("UPDATE schema_meta SET version = ?, views_hash = ?", [VERSION, views_hash()])
         con.execute("COMMIT")
-    except Exception as error:
+    except Exception as error:  # whatever it is, the old version must stay whole
         with suppress(Exception):  # a failed COMMIT has ended the transaction
             con.execute("ROLLBACK")
         if version in (None, VERSION):
