@@ -402,7 +402,7 @@ def test_servers_tell_of_themselves(trained: Project) -> None:
 
 
 def test_a_server_that_is_killed_costs_the_run_nothing(directory: Path, tmp_path: Path) -> None:
-    """kill -9 of one of two after the first step: the other samples on, an alert says so, all links but what was unsent."""
+    """kill -9 of one of two after the first step: the other samples on, an alert says so, unsent spans are lost."""
     from core_trainer.rollout.vllm.options import REPLICA
 
     project = Project(tmp_path, directory)

@@ -100,7 +100,8 @@ class VllmServerWorker(Worker):
             REPLICA: address.replica,
             "OMP_NUM_THREADS": str(threads),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # trainer and replicas take turns on the same cores
-            "OTEL_BSP_SCHEDULE_DELAY": "1000",  # ms: what a killed server has not sent of its requests is lost
+            # In ms. What a killed server has not sent of its requests is lost.
+            "OTEL_BSP_SCHEDULE_DELAY": os.environ.get("OTEL_BSP_SCHEDULE_DELAY", "1000"),
         }
         job, section = self.job, self.config.telemetry
         if not section.enabled:
