@@ -215,10 +215,11 @@ class OpenAIEngine:
             if not stream:
                 yield self._read(request, answer, (await response.aread()).decode())
                 return
-            async for event in events(response):
-                if event == "[DONE]":
-                    return
-                yield self._read(request, answer, event)
+            async with aclosing(events(response)) as told:
+                async for event in told:
+                    if event == "[DONE]":
+                        return
+                    yield self._read(request, answer, event)
 
     def _read(self, request: GenerateRequest, answer: Answer, text: str) -> Delta:
         """An answer, or an event of one. Raises BadAnswer when it does not fit what was asked and read so far."""

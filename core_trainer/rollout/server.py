@@ -11,7 +11,7 @@ import json
 import random
 import re
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
@@ -165,7 +165,7 @@ class Server:
         return EngineError(f"{self.url} broke the connection ({type(error).__name__}: {message(str(error))})")
 
 
-async def events(response: httpx.Response) -> AsyncIterator[str]:
+async def events(response: httpx.Response) -> AsyncGenerator[str, None]:
     """Data of a stream's server-sent events, of one line each.
 
     httpx ends lines at U+2028 and the like too, which JSON may hold as they are.

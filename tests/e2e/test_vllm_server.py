@@ -8,9 +8,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,7 @@ pytestmark = [
 ]
 
 STOP_TOKEN = 7
-UNSENT_NS = 10**9  # a server sends its spans this often
-SKIPPED = "model.layers.1.mlp.up_proj.weight"  # by skipping_worker.py, which needs vLLM
+SKIPPED = "model.layers.1.mlp.up_proj.weight"  # by vllm_workers.py, which needs vLLM
 OWNER = """
 import sys, time
 from pathlib import Path
@@ -92,7 +92,8 @@ def running(directory: Path, folder: Path, threads: int = 1, **changes: str) -> 
 @pytest.fixture(scope="module")
 def server(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Of the tiny model."""
-    with running(directory, tmp_path_factory.mktemp("servers")) as address:
+    worker = "tests.e2e.vllm_workers.HoldingWorker"
+    with running(directory, tmp_path_factory.mktemp("servers"), worker_extension_cls=worker) as address:
         yield address
 
 
@@ -171,13 +172,27 @@ def test_it_serves_each_version_of_the_weights(engine: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", ["wait", "abort", "keep"])
-def test_weights_change_under_requests_in_flight(engine: Any, mode: PauseMode) -> None:
+def test_weights_change_under_requests_in_flight(
+    engine: Any, mode: PauseMode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """wait samples them to their end first, abort ends them, keep goes on from there as if the new weights had written
-    what the old ones did; each token says whose it is.
+    what the old ones did; each token says whose it is. The server waits with token 20 until it was told.
     """
+    from core_trainer.rollout.vllm.client import rpc
+
     engine.stop_token_ids = ()
     request = GenerateRequest("r", prompts(1)[0], SamplingParams(100, 0.0))
     (untouched,) = generate(engine, [request])
+
+    call, released = engine.server.call, tmp_path / "released"
+
+    def release_after(method: str, path: str, *args: Any, **kwargs: Any) -> Any:
+        if path == "/pause":  # which is answered once the server goes on
+            threading.Timer(1, released.touch).start()
+        return call(method, path, *args, **kwargs)
+
+    rpc(engine.server, "hold", 20, str(released))
+    monkeypatch.setattr(engine.server, "call", release_after)
 
     async def run() -> tuple[Turn, Any]:
         task = asyncio.create_task(engine.generate(request))
@@ -209,7 +224,7 @@ def test_weights_change_under_requests_in_flight(engine: Any, mode: PauseMode) -
 
 def test_a_server_that_skips_one_layer_is_caught(directory: Path, tmp_path: Path) -> None:
     """By its checksum where no log-prob tells yet, and by its log-probs; its packed layer is what it computes with."""
-    worker = "tests.e2e.skipping_worker.SkippingWorker"
+    worker = "tests.e2e.vllm_workers.SkippingWorker"
     with running(directory, tmp_path, worker_extension_cls=worker) as server:
         engine = connect(server, directory)
         layer = engine.model.get_parameter(SKIPPED)
@@ -272,10 +287,11 @@ def test_a_stream_comes_in_pieces_and_can_be_left(engine: Any) -> None:
 
     async def read(limit: int) -> list[Chunk]:
         found: list[Chunk] = []
-        async for chunk in engine.stream(request):
-            found.append(chunk)
-            if len(found) == limit:
-                break
+        async with aclosing(engine.stream(request)) as chunks:
+            async for chunk in chunks:
+                found.append(chunk)
+                if len(found) == limit:
+                    break
         return found
 
     assert len(asyncio.run(read(2))) == 2
@@ -402,13 +418,13 @@ def test_servers_tell_of_themselves(trained: Project) -> None:
 
 
 def test_a_server_that_is_killed_costs_the_run_nothing(directory: Path, tmp_path: Path) -> None:
-    """kill -9 of one of two after the first step: the other samples on, an alert says so, unsent spans are lost."""
+    """kill -9 of one of two after the first step: the other goes on, an alert says so, every turn has its request."""
     from core_trainer.rollout.vllm.options import REPLICA
 
     project = Project(tmp_path, directory)
     project.tree["rollout"] |= {"engine": "vllm_server", "vllm": {"kv_cache_gib": 0.25, "replicas": 2}}
     project.tree["data"]["max_prompt_tokens"] = 128
-    project.tree["trainer"] |= {"total_steps": 6}
+    project.tree["trainer"] |= {"total_steps": 40}  # more than a fast machine makes until the first is seen
     process = project.start()
     _wait_for_step(project, 1)
     killed = [
@@ -418,21 +434,15 @@ def test_a_server_that_is_killed_costs_the_run_nothing(directory: Path, tmp_path
         and each.info["environ"].get(REPLICA) == "vllm/0"
         and "core_trainer.rollout.vllm.serve" in (each.info["cmdline"] or [])
     ]
-    killed_ns = time.time_ns()
     os.killpg(os.getpgid(killed[0]), signal.SIGKILL)
     out, err = process.communicate(timeout=800)
     assert process.returncode == 0, f"{out}\n{err}"
     assert project.processes() == []
-    # What a killed server knew of its last requests and had not sent yet is gone with it; nothing else is missing.
-    unsent = project.rows(
-        "SELECT replica, end_ns FROM turns ANTI JOIN serving_requests s ON s.parent_span_id = turns.span_id"
-    )
-    assert all(turn["replica"] == "vllm/0" and turn["end_ns"] > killed_ns - 3 * UNSENT_NS for turn in unsent), unsent
     for row in project.rows("SELECT * FROM v_linkage"):
         assert row["n"] > 0, row
-        assert row["linked"] == row["n"] - len(unsent) * (row["edge"] == "turn->serving_request"), row
+        assert row["linked"] == row["n"], row
     (alert,) = project.rows("SELECT step, message FROM alerts WHERE rule = 'lost_replica'")
     assert "replica vllm/0 did not take the weights" in alert["message"]
-    assert project.rows("SELECT steps_done FROM runs") == [{"steps_done": 6}]
+    assert project.rows("SELECT steps_done FROM runs") == [{"steps_done": 40}]
     turns = project.rows("SELECT replica, max(step) AS last FROM turns GROUP BY replica ORDER BY replica")
-    assert turns[0]["last"] <= alert["step"] < turns[1]["last"] == 6, turns
+    assert turns[0]["last"] <= alert["step"] < turns[1]["last"] == 40, turns
