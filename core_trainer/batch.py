@@ -1,15 +1,19 @@
-"""From scored rollouts to the samples of an update: masks, weights of tokens, mini-batches. Pure, no I/O."""
+"""From scored rollouts to the samples of an update: masks, weights of tokens, mini-batches, and losses that see a whole
+mini-batch. Pure, no I/O.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from core_trainer.algorithms import registry
+from core_trainer.algorithms import policy_losses, registry
 from core_trainer.algorithms.aggregation import token_weights
 from core_trainer.batching import TrainSample, token_sample
 from core_trainer.partition import balanced
@@ -98,3 +102,47 @@ def mini_batches(
         for sample, weight in zip(part, token_weights(lengths, algorithm.aggregation, **options).tolist(), strict=True):
             sample.token_weight = weight
         yield balanced_groups(part, ranks)
+
+
+def set_losses(
+    parts: Sequence[Sequence[TrainSample]],
+    log_probs: Sequence[Sequence[np.ndarray]],
+    loss: str,
+    options: Mapping[str, Any],
+) -> None:
+    """Set what a policy loss that sees a mini-batch as a whole gives for each token of its samples.
+
+    ``parts`` are the mini-batch by rank; ``log_probs`` [T] of each sample are under the weights that its update starts
+    from. In float64, rollouts in the order of their ids: neither the ranks nor the order of samples change a bit.
+    """
+    pairs = [pair for part, found in zip(parts, log_probs, strict=True) for pair in zip(part, found, strict=True)]
+    pairs.sort(key=lambda pair: pair[0].rollout_id)
+    samples = [sample for sample, _ in pairs]
+    lengths = torch.tensor([sample.num_tokens for sample in samples])
+
+    def column(name: str) -> Tensor:
+        return torch.from_numpy(np.concatenate([getattr(sample, name) for sample in samples]))
+
+    current = torch.from_numpy(np.concatenate([found for _, found in pairs])).double()
+    mask = column("loss_mask")
+    weights = torch.tensor([sample.token_weight for sample in samples], dtype=torch.float64)
+    weights = torch.repeat_interleave(weights, lengths) * mask
+    if samples[0].weights is not None:
+        weights = weights * column("weights")
+    inputs = {
+        "log_probs": current,
+        "old_log_probs": current if samples[0].old_log_probs is None else column("old_log_probs").double(),
+        "advantages": column("advantages").double(),
+        "mask": mask,
+        "sequences": torch.repeat_interleave(torch.arange(len(samples)), lengths),
+    }
+    token, slope = policy_losses.linearized(loss, inputs, options, weights)
+    results = {
+        "token_loss": token.loss.float(),
+        "loss_slope": slope.float(),
+        "ratio": token.ratio.float(),
+        "clipped": token.clipped,
+    }
+    for name, tensor in results.items():
+        for sample, values in zip(samples, torch.split(tensor, lengths.tolist()), strict=True):
+            setattr(sample, name, values.numpy())

@@ -37,6 +37,11 @@ class TrainSample:
     weights: np.ndarray | None = None  # [T] float32, importance weights; 0 on a rejected token
     advantages: np.ndarray | None = None  # [T] float32
     returns: np.ndarray | None = None  # [T] float32, what the critic learns
+    # Of a policy loss that sees the whole mini-batch, before each update; see batch.set_losses and TokenLoss.
+    token_loss: np.ndarray | None = None  # [T] float32
+    loss_slope: np.ndarray | None = None  # [T] float32, gradient of the mini-batch's loss to the token's log-prob
+    ratio: np.ndarray | None = None  # [T] float32
+    clipped: np.ndarray | None = None  # [T] bool
     turns: list[tuple[int, int, int]] = field(default_factory=list)  # (turn index, start, end) into the T tokens
     carrier: dict[str, str] = field(default_factory=dict)  # trace context of the rollout
 

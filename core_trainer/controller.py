@@ -27,7 +27,7 @@ from core_trainer import advantages, checkpoint, validation
 from core_trainer.advantages import StepRewards
 from core_trainer.alerts import Alert, Alerts
 from core_trainer.algorithms import kl, registry, shaping
-from core_trainer.batch import attach, mini_batches, to_samples
+from core_trainer.batch import attach, mini_batches, set_losses, to_samples
 from core_trainer.batching import TrainSample
 from core_trainer.checkpoint import TrainerState
 from core_trainer.cluster import Cluster, start_limit_s
@@ -107,6 +107,7 @@ class Controller:
             rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k, stop=tuple(rollout.stop)
         )
         self.advantage = registry.find("advantage", config.algorithm.advantage.type)
+        self.policy_loss = registry.find("policy_loss", config.algorithm.policy_loss.type)
         self.kl_controller = _kl_controller(config.algorithm.kl)
         self.validation_sets, self.fingerprint = cluster.validation_sets, cluster.fingerprint
         self.policy_version = self.served_version = cluster.policy_version
@@ -337,6 +338,10 @@ class Controller:
             self._adapt_kl(step)
 
     def _update_policy(self, step: Step, parts: list[list[TrainSample]], record: bool) -> None:
+        if self.policy_loss.whole_mini_batch:
+            current = self.policy.scatter("current_log_probs", parts, step=step.index)
+            options = self.config.algorithm.policy_loss.model_dump(exclude={"type"})
+            set_losses(parts, current, self.policy_loss.name, options)
         for stats, values in self.policy.scatter("forward_backward", parts, self.kl_coef, record, step=step.index):
             step.token_stats = step.token_stats.merge(stats)
             step.value_stats = step.value_stats.merge(values)

@@ -1,8 +1,9 @@
 """Policy losses per token, before aggregation.
 
-All tensors are flat, [M], over the tokens of a micro-batch that holds whole rollouts. Tokens off the mask influence
-nothing: their loss is 0, and so is the gradient to them, whatever stands there. rho = exp(log_probs - old_log_probs),
-its logarithm clamped to +-20. ``clipped`` marks tokens whose gradient a bound cut, unless a function says otherwise.
+All tensors are flat, [M], over the tokens of a micro-batch that holds whole rollouts, or of the whole mini-batch where
+a loss is registered so. Tokens off the mask influence nothing: their loss is 0, and so is the gradient to them,
+whatever stands there. rho = exp(log_probs - old_log_probs), its logarithm clamped to +-20. ``clipped`` marks tokens
+whose gradient a bound cut, unless a function says otherwise.
 """
 
 from __future__ import annotations
@@ -32,6 +33,19 @@ def compute(name: str, available: Mapping[str, Tensor], options: Mapping[str, An
         if tensor.shape != shape:
             raise ConfigError(f"{algorithm.title} returned {field} of shape {list(tensor.shape)}; return {list(shape)}")
     return result
+
+
+def linearized(
+    name: str, available: Mapping[str, Tensor], options: Mapping[str, Any], weights: Tensor
+) -> tuple[TokenLoss, Tensor]:
+    """What ``compute`` gives, without gradient, and the slope [M]: the gradient of sum(weights x loss) to log_probs.
+
+    sum(slope x log_probs) has that gradient in the model too, and adds up over any split of the tokens.
+    """
+    log_probs = available["log_probs"].detach().requires_grad_()
+    result = compute(name, {**available, "log_probs": log_probs}, options)
+    (slope,) = torch.autograd.grad((result.loss * weights).sum(), log_probs)
+    return TokenLoss(*(tensor.detach() for tensor in result)), slope
 
 
 @policy_loss("ppo_clip")
@@ -206,7 +220,7 @@ def reinforce(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask
     return _result(mask, -advantages * log_probs, bounded_ratio(log_probs, old_log_probs), torch.zeros_like(mask))
 
 
-@policy_loss("clip_cov")
+@policy_loss("clip_cov", whole_mini_batch=True)
 def clip_cov(
     log_probs: Tensor,
     old_log_probs: Tensor,
@@ -222,8 +236,8 @@ def clip_cov(
     """PPO's clip, and tokens of high covariance between log-prob and advantage cut out (arXiv 2505.22617).
 
     Of the tokens PPO did not clip whose covariance is between ``cov_low`` and ``cov_high``, the highest are cut, at
-    most max(1, cov_ratio x loss tokens). Covariance and count are those of the micro-batch, as published, so the split
-    into micro-batches matters; which of the tokens in the band are cut is published as random, and fixed here.
+    most max(1, cov_ratio x loss tokens). Covariance and count are those of the mini-batch; published code takes a
+    micro-batch's, and draws the tokens of the band at random.
     """
     log_probs, old_log_probs, advantages = fill(mask, log_probs, old_log_probs, advantages)
     ratio = bounded_ratio(log_probs, old_log_probs)
@@ -234,7 +248,7 @@ def clip_cov(
     return _result(mask, torch.where(cut, 0, loss), ratio, clipped | cut)
 
 
-@policy_loss("kl_cov")
+@policy_loss("kl_cov", whole_mini_batch=True)
 def kl_cov(
     log_probs: Tensor,
     old_log_probs: Tensor,
@@ -246,8 +260,8 @@ def kl_cov(
 ) -> TokenLoss:
     """-A rho, plus kl_coef |log_probs - old| on the tokens of highest covariance (arXiv 2505.22617).
 
-    Covariance of log-prob and advantage as in ``clip_cov``, over the micro-batch as published; max(1, cov_ratio x loss
-    tokens) are penalised. ``clipped`` marks them.
+    Covariance of log-prob and advantage over the mini-batch, as in ``clip_cov``; max(1, cov_ratio x loss tokens) are
+    penalised. ``clipped`` marks them.
     """
     log_probs, old_log_probs, advantages = fill(mask, log_probs, old_log_probs, advantages)
     ratio = bounded_ratio(log_probs, old_log_probs)

@@ -19,7 +19,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
@@ -81,6 +81,7 @@ class Algorithm:
     inputs: tuple[str, ...]
     options: Mapping[str, Any]  # defaults; inspect.Parameter.empty where there is none
     _types: Mapping[str, TypeAdapter[Any]] = field(repr=False, compare=False)
+    whole_mini_batch: bool = False  # of a policy loss: its tokens are those of the mini-batch, not of a micro-batch
 
     @property
     def title(self) -> str:
@@ -121,9 +122,13 @@ def advantage(name: str) -> Callable[[Function], Function]:
     return _register("advantage", name)
 
 
-def policy_loss(name: str) -> Callable[[Function], Function]:
-    """Register a policy loss: returns TokenLoss."""
-    return _register("policy_loss", name)
+def policy_loss(name: str, *, whole_mini_batch: bool = False) -> Callable[[Function], Function]:
+    """Register a policy loss: returns TokenLoss.
+
+    Its tokens are those of a micro-batch. With ``whole_mini_batch`` they are those of the mini-batch over all ranks, in
+    float64, so that a token's loss may depend on any other's; that costs a forward pass before each update.
+    """
+    return _register("policy_loss", name, whole_mini_batch)
 
 
 def kl_estimator(name: str) -> Callable[[Function], Function]:
@@ -199,9 +204,9 @@ def _plugin(path: str | Path) -> tuple[Path, str]:
     return file, f"rlinsight_plugin_{hashlib.sha256(str(file).encode()).hexdigest()[:16]}"
 
 
-def _register(kind: str, name: str) -> Callable[[Function], Function]:
+def _register(kind: str, name: str, whole_mini_batch: bool = False) -> Callable[[Function], Function]:
     def register(function: Function) -> Function:
-        algorithm = _inspect(kind, name, function)
+        algorithm = replace(_inspect(kind, name, function), whole_mini_batch=whole_mini_batch)
         taken = _registered.get((kind, name))
         if taken is not None and taken.place != algorithm.place:
             raise ConfigError(f"{algorithm.title} at {algorithm.place} is already taken by {taken.place}; rename it")

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from core_trainer import attention, checkpoint, lora, models, value_model
 from core_trainer.algorithms import kl, policy_losses, registry
 from core_trainer.algorithms.numerics import fill
+from core_trainer.algorithms.registry import TokenLoss
 from core_trainer.batching import PackedBatch, TrainSample, micro_batches, pack
 from core_trainer.exact import level
 from core_trainer.forward import checkpoint_layers, sample_log_probs, sample_scores, scores
@@ -50,6 +51,7 @@ class PolicyWorker(Worker):
 
     BUCKETS: Mapping[str, str] = {
         "log_probs": "productive",
+        "current_log_probs": "productive",
         "ref_log_probs": "productive",
         "save": "overhead",
         "save_value_head": "overhead",
@@ -81,6 +83,7 @@ class PolicyWorker(Worker):
         place, algorithm = self.place, self.config.algorithm
         registry.load_plugins(algorithm.plugins)
         self.wants_sum_pi_squared = "sum_pi_squared" in registry.find("advantage", algorithm.advantage.type).inputs
+        self.policy_loss = registry.find("policy_loss", algorithm.policy_loss.type)
         use_threads(place.world_size)
         meet(place, port)
         with telemetry.span(names.LOAD_MODEL, {names.PATH: str(resume or model_dir)}):
@@ -160,6 +163,11 @@ class PolicyWorker(Worker):
         kept = {"log_probs": "old_log_probs", "values": "values", "sum_pi_squared": "sum_pi_squared"}
         return {kept[name]: arrays for name, arrays in scored.items() if name in kept}
 
+    def current_log_probs(self, samples: Sequence[TrainSample]) -> list[np.ndarray]:
+        """Log-probs [T] of each sample's tokens under the current weights, for ``batch.set_losses``."""
+        with self.hybrid.training():
+            return sample_log_probs(self.model, samples, self.temperature, self.micro_batch_tokens)
+
     def ref_log_probs(self, samples: Sequence[TrainSample]) -> dict[str, list[np.ndarray]]:
         """Log-probs [T] under the model without its adapters, which is the reference of a policy that trains only
         those.
@@ -171,7 +179,7 @@ class PolicyWorker(Worker):
         self, samples: Sequence[TrainSample], kl_coef: float, record: bool
     ) -> tuple[TokenStats, ValueStats]:
         """Add the loss gradient of ``samples`` to the accumulated one. ``record`` emits what each token went
-        through.
+        through. A loss of the whole mini-batch is one that ``batch.set_losses`` has set.
         """
         stats, values = TokenStats(), ValueStats()
         with self.hybrid.training():
@@ -199,19 +207,13 @@ class PolicyWorker(Worker):
         old = detached if on_policy else batch.gather("old_log_probs")
         mask = batch.gather("loss_mask", torch.bool)
         weights = batch.per_token("token_weight") * mask
-        inputs = {
-            "log_probs": current,
-            "old_log_probs": old,
-            "advantages": batch.gather("advantages"),
-            "mask": mask,
-            "sequences": batch.sequences,
-        }
-        token = policy_losses.compute(
-            section.policy_loss.type, inputs, section.policy_loss.model_dump(exclude={"type"})
-        )
+        token = self._token_loss(batch, current, old, mask)
         # Importance weights correct the policy gradient; entropy and KL are of the policy as it is.
         importance = batch.gather("weights") if batch.samples[0].weights is not None else None
         policy_loss = total = (token.loss * weights * (1 if importance is None else importance)).sum()
+        if self.policy_loss.whole_mini_batch:  # its gradient is in the slopes, weights and all
+            linear = (batch.gather("loss_slope") * fill(mask, current)[0]).sum()
+            total = total + linear - linear.detach()
         entropy_loss = (fill(mask, entropy)[0] * weights).sum()
         if section.entropy_coef:
             total = total - section.entropy_coef * entropy_loss
@@ -241,6 +243,21 @@ class PolicyWorker(Worker):
         if record:
             self._record(batch, own, detached, entropy.detach(), token.clipped)
         return stats, value_stats
+
+    def _token_loss(self, batch: PackedBatch, current: Tensor, old: Tensor, mask: Tensor) -> TokenLoss:
+        """Of the micro-batch's tokens; without gradient where it was computed over the whole mini-batch."""
+        if self.policy_loss.whole_mini_batch:
+            assert batch.samples[0].token_loss is not None, "batch.set_losses comes before the update"
+            return TokenLoss(batch.gather("token_loss"), batch.gather("ratio"), batch.gather("clipped", torch.bool))
+        inputs = {
+            "log_probs": current,
+            "old_log_probs": old,
+            "advantages": batch.gather("advantages"),
+            "mask": mask,
+            "sequences": batch.sequences,
+        }
+        options = self.config.algorithm.policy_loss.model_dump(exclude={"type"})
+        return policy_losses.compute(self.policy_loss.name, inputs, options)
 
     def _record(self, batch: PackedBatch, old: Tensor, current: Tensor, entropy: Tensor, clipped: Tensor) -> None:
         """What the micro-batch was trained on."""

@@ -28,8 +28,7 @@ class TrainerSection(Section):
     micro_batch_tokens: int = Field(
         default=4096,
         ge=1,
-        description="tokens per forward and backward; memory, not results, depends on it, but with the policy losses "
-        "clip_cov and kl_cov, which choose tokens in each micro-batch",
+        description="tokens per forward and backward; memory, not results, depends on it",
     )
     gradient_checkpointing: bool = Field(
         default=False,

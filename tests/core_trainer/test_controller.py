@@ -97,6 +97,9 @@ class Policy(Workers):
     def log_probs(self, samples: Sequence[TrainSample]) -> dict[str, list[np.ndarray]]:
         return {"old_log_probs": [np.full(s.num_tokens, -1.25, dtype=np.float32) for s in samples]}
 
+    def current_log_probs(self, samples: Sequence[TrainSample]) -> list[np.ndarray]:
+        return [np.full(s.num_tokens, -1.25 + 0.1 * self.version, dtype=np.float32) for s in samples]
+
     def ref_log_probs(self, samples: Sequence[TrainSample]) -> dict[str, list[np.ndarray]]:
         return {"ref_log_probs": [np.full(s.num_tokens, -1.5, dtype=np.float32) for s in samples]}
 
@@ -364,6 +367,47 @@ def test_length_alone_is_no_signal_for_dynamic_sampling(tmp_path: Path, recorded
     bench.train()
     assert dropped(recorded) == [("p/0", "zero_variance", 2)]
     assert [float(s.advantages[0]) > 0 for s in bench.policy.trained] == [False, True] * 3  # type: ignore[index]
+
+
+# Losses that see a whole mini-batch -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_tokens_are_chosen_before_each_update_from_its_mini_batch(tmp_path: Path, world_size: int) -> None:
+    """Of all ranks, under the weights the update starts from: one of the mini-batch's tokens is penalised, and the
+    ratio is that of the updates made since the old log-probs.
+    """
+    bench = Bench(
+        tmp_path,
+        by_index,
+        world_size=world_size,
+        algorithm={"num_epochs": 2, "policy_loss": {"type": "kl_cov"}},
+        trainer={"total_steps": 1},
+    )
+    seen: list[tuple[int, set[float]]] = []
+    plain = bench.policy.scatter
+
+    def scatter(method: str, parts: Sequence[Any], *args: Any, **options: Any) -> list[Any]:
+        if method == "forward_backward":
+            samples = [sample for part in parts for sample in part]
+            ratios = {round(float(ratio), 5) for sample in samples for ratio in sample.ratio}
+            seen.append((sum(int(sample.clipped.sum()) for sample in samples), ratios))
+        return plain(method, parts, *args, **options)
+
+    bench.policy.scatter = scatter  # type: ignore[method-assign]
+    bench.train()
+    assert seen == [(1, {1.0}), (1, {round(float(np.exp(0.1)), 5)})]
+    order = [call.removeprefix("policy.") for call in bench.calls if call.startswith("policy.")]
+    update = ["current_log_probs", "forward_backward", "optim_step"]
+    assert order == ["sample", "log_probs", *update, *update, "sync_weights", "save"]
+
+
+def test_other_losses_need_no_pass_before_an_update(tmp_path: Path) -> None:
+    """Their tokens are looked at micro-batch by micro-batch."""
+    bench = Bench(tmp_path, by_index, algorithm={"num_epochs": 2})
+    bench.train()
+    assert bench.count("policy.current_log_probs") == 0
+    assert all(sample.token_loss is None for sample in bench.policy.trained)
 
 
 # Greedy baselines -----------------------------------------------------------------------------------------------------

@@ -11,15 +11,18 @@ import torch
 
 from core_trainer import models
 from core_trainer.algorithms import policy_losses, registry
+from core_trainer.batch import set_losses
 from core_trainer.batching import PackedBatch, TrainSample
 from core_trainer.forward import scores
 from core_trainer.job import Job
 from core_trainer.logprobs import TokenScores
+from core_trainer.metrics import TokenStats
 from core_trainer.workers.base import Place
 from core_trainer.workers.policy import PolicyWorker
 from rlinsight import config, names, telemetry
 from tests.core_trainer.scripted_engine import ScriptedEngine
 from tests.core_trainer.scripted_server import ScriptedServer
+from tests.core_trainer.test_critic import ranks_of
 from tests.core_trainer.test_shared_prefix import naive_log_probs, ragged_samples
 
 
@@ -205,16 +208,35 @@ def test_gradient_and_statistics_equal_a_naive_loop(
     assert stats.num_tokens == sum(int(s.loss_mask.sum()) for s in samples)
 
 
+CHOOSING = {"clip_cov": {"cov_ratio": 0.2, "cov_low": 0.0}, "kl_cov": {"cov_ratio": 0.2}}  # more than one token each
+
+
+@pytest.mark.parametrize(("token_budget", "ranks"), [(10_000, 1), (20, 1), (20, 2)])
 @pytest.mark.parametrize("name", registry.names("policy_loss"))
-def test_every_policy_loss_gives_the_gradient_of_its_own_formula(tmp_path: Path, tiny_model: Path, name: str) -> None:
-    """The worker's packed, weighted gradient is autograd's of the registered function over plain log-probs."""
-    algorithm: dict[str, Any] = {"num_epochs": 2, "policy_loss": {"type": name}}
+def test_every_policy_loss_gives_the_gradient_of_its_own_formula(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, name: str, token_budget: int, ranks: int
+) -> None:
+    """The packed, weighted gradient that the ranks add up is autograd's of the registered function over plain log-probs
+    of all samples at once, whatever the micro-batches; so are the tokens recorded as clipped.
+    """
+    recorded: dict[str, np.ndarray] = {}
+    monkeypatch.setattr(
+        "core_trainer.workers.policy.record_trained",
+        lambda sample, version, found, clipped: recorded.update({sample.rollout_id: clipped}),
+    )
+    options = CHOOSING.get(name, {})
+    algorithm: dict[str, Any] = {"num_epochs": 2, "policy_loss": {"type": name, **options}}
     if name in ("gspo", "gmpo"):
         algorithm["aggregation"] = "seq-mean-token-mean"
-    worker = make_worker(tiny_model, tmp_path, algorithm=algorithm)
+    worker = make_worker(tiny_model, tmp_path, algorithm=algorithm, trainer={"micro_batch_tokens": token_budget})
     try:
         samples = samples_off_policy()
-        worker.forward_backward(samples, 0.0, record=False)
+        parts = [samples] if ranks == 1 else ranks_of(samples)
+        if registry.find("policy_loss", name).whole_mini_batch:
+            set_losses(parts, [worker.current_log_probs(part) for part in parts], name, options)
+        stats = TokenStats()
+        for part in parts:  # one worker after the other: gradients of ranks are added
+            stats = stats.merge(worker.forward_backward(part, 0.0, record=True)[0])
     finally:
         telemetry.shutdown(0)
 
@@ -227,8 +249,14 @@ def test_every_policy_loss_gives_the_gradient_of_its_own_formula(tmp_path: Path,
         "sequences": torch.cat([torch.full((sample.num_tokens,), i) for i, sample in enumerate(samples)]),
     }
     weights = torch.cat([torch.from_numpy(sample.weights) * sample.token_weight for sample in samples])
-    token = policy_losses.compute(name, columns, {})
-    (token.loss * weights * columns["mask"]).sum().backward()
+    token = policy_losses.compute(name, columns, options)
+    policy_loss = (token.loss * weights * columns["mask"]).sum()
+    policy_loss.backward()
     expected = torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
     assert float(expected.abs().max()) > 1e-4
     torch.testing.assert_close(worker.optimizer.gradient, expected, atol=2e-5, rtol=1e-3)
+    assert stats.policy_loss == pytest.approx(policy_loss.item(), abs=1e-4)
+    assert stats.ratio_max == pytest.approx(token.ratio[columns["mask"]].max().item(), rel=1e-4)
+    clipped = np.concatenate([recorded[sample.rollout_id] for sample in samples])
+    np.testing.assert_array_equal(clipped, token.clipped)
+    assert stats.num_clipped == clipped.sum() >= (2 if options else 0)

@@ -225,11 +225,13 @@ def test_rollout_traces_link_to_their_step(trained: Project) -> None:
         assert row["chat"].startswith("chat ")
 
 
-def test_workers_do_not_change_the_result(project: Project) -> None:
+@pytest.mark.parametrize("loss", [{"type": "ppo_clip"}, {"type": "kl_cov", "cov_ratio": 0.1}], ids=lambda x: x["type"])
+def test_workers_and_micro_batches_do_not_change_the_result(project: Project, loss: dict[str, Any]) -> None:
     """One worker and two sample the same rollouts and take the same steps, up to summation order in float32."""
     project.tree["trainer"] |= {"total_steps": 3}
+    project.tree["algorithm"] = {"num_epochs": 2, "policy_loss": loss}
     project.train()
-    project.train("trainer.num_workers=2")
+    project.train("trainer.num_workers=2", "trainer.micro_batch_tokens=64")
     one, two = (
         project.rows(f"SELECT * FROM train_metrics WHERE run_id = '{run.name}' ORDER BY step") for run in project.runs()
     )

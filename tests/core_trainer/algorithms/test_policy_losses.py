@@ -34,8 +34,8 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("clip_cov", {"cov_ratio": 0.2, "cov_low": 0.05, "cov_high": 1.0}),
     ("kl_cov", {"cov_ratio": 0.2, "kl_coef": 0.7}),
 ]
-BY_MICRO_BATCH = {"clip_cov", "kl_cov"}  # choose tokens by statistics of the micro-batch, as published
-SPLITTABLE = [(name, options) for name, options in OPTIONS if name not in BY_MICRO_BATCH]
+WHOLE_MINI_BATCH = {"clip_cov", "kl_cov"}  # choose tokens by statistics of them all
+SPLITTABLE = [(name, options) for name, options in OPTIONS if name not in WHOLE_MINI_BATCH]
 
 
 def batch(seed: int) -> dict[str, Tensor]:
@@ -461,6 +461,12 @@ def test_order_of_tokens_does_not_matter(name: str, options: dict[str, Any], see
     torch.testing.assert_close(shuffled_grad, grad[order])
 
 
+def test_losses_that_do_not_add_up_see_the_whole_mini_batch() -> None:
+    """Every other one is tested below over rollouts one by one."""
+    names = registry.names("policy_loss")
+    assert {name for name in names if registry.find("policy_loss", name).whole_mini_batch} == WHOLE_MINI_BATCH
+
+
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
 @pytest.mark.parametrize(("name", "options"), SPLITTABLE)
 @settings(max_examples=5, deadline=None)
@@ -481,6 +487,38 @@ def test_micro_batches_add_up(mode: str, name: str, options: dict[str, Any], see
         parts.append(part_grad)
     assert total == pytest.approx(float((whole.loss.detach() * weights).sum()), abs=1e-12)
     torch.testing.assert_close(torch.cat(parts), grad)
+
+
+@pytest.mark.parametrize(("name", "options"), OPTIONS)
+@settings(max_examples=10, deadline=None)
+@given(seed=SEEDS)
+def test_slopes_are_the_gradient_of_the_whole(name: str, options: dict[str, Any], seed: int) -> None:
+    """And the loss beside them is the same, without gradient."""
+    x = batch(seed)
+    weights = torch.from_numpy(np.random.default_rng(seed).uniform(size=len(x["mask"])))
+    expected, grad = gradient(x, name, options, weights)
+    result, slope = policy_losses.linearized(name, x, options, weights)
+    assert torch.equal(slope, grad)
+    for mine, theirs in zip(result, expected, strict=True):
+        assert torch.equal(mine, theirs)
+        assert not mine.requires_grad
+    assert not x["log_probs"].requires_grad
+
+
+def test_slopes_hold_what_a_token_does_to_the_loss_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss of (x - mean)^2 of two tokens, weights 1 and 3: d/dx_0 = (1 + 3) (x_0 - x_1) / 2."""
+
+    def spread(log_probs: Tensor, mask: Tensor) -> TokenLoss:
+        loss = (log_probs - log_probs.mean()) ** 2
+        return TokenLoss(loss, torch.ones_like(loss), ~mask)
+
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    registry.policy_loss("spread", whole_mini_batch=True)(spread)
+    assert registry.find("policy_loss", "spread").whole_mini_batch
+    x = {"log_probs": torch.tensor([-1.0, -2.0]), "mask": torch.ones(2, dtype=torch.bool)}
+    result, slope = policy_losses.linearized("spread", x, {}, torch.tensor([1.0, 3.0]))
+    assert result.loss.tolist() == [0.25, 0.25]
+    assert slope.tolist() == [2.0, -2.0]
 
 
 def test_ratio_carries_no_gradient() -> None:
