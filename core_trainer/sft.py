@@ -23,7 +23,7 @@ import torch
 from core_trainer import checkpoint, models
 from core_trainer.batching import TrainSample
 from core_trainer.checkpoint import Best, TrainerState
-from core_trainer.cluster import Cluster
+from core_trainer.cluster import START_TIMEOUT_S, Cluster
 from core_trainer.data import PromptSampler, load_prompts
 from core_trainer.job import Job, Reporter, RunSummary, StepReport
 from core_trainer.metrics import emit
@@ -96,7 +96,8 @@ class SftCluster(Cluster):
         gpus = 1.0 if torch.cuda.is_available() else 0.0  # untested
         workers = trainer.num_workers
         self.group = self._spawn(WorkerGroup(SftWorker, "policy", workers, job, config, resource, num_gpus=gpus))
-        self.group.call("start", model_dir, job.resume, free_port() if workers > 1 else None)
+        port = free_port() if workers > 1 else None
+        self.group.call("start", model_dir, job.resume, port, timeout_s=START_TIMEOUT_S)
 
 
 class SftController:

@@ -37,7 +37,8 @@ class Judge:
         self._before, self._after = self._frame()
 
     def ask(self, items: Sequence[RewardInput]) -> list[str | Outcome]:
-        """What the judge writes about each response, or how asking failed."""
+        """What the judge writes about each response, or how asking failed. Nothing it was asked before shows."""
+        self._engine.forget()
         return asyncio.run(self._ask_all(items))
 
     async def _ask_all(self, items: Sequence[RewardInput]) -> list[str | Outcome]:

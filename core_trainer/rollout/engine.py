@@ -77,6 +77,12 @@ class RolloutEngine(Protocol):
         """The same, token by token as they are sampled. Leaving the iteration early aborts the request."""
         ...
 
+    def forget(self) -> None:
+        """Drop keys and values that later requests could share, so that none is computed in other shapes for what came
+        before it. A server keeps its own.
+        """
+        ...
+
     def abort(self, request_id: str) -> None:
         """Stop a request; unknown ids are ignored, since it may have just finished."""
         ...

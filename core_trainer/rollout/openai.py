@@ -177,6 +177,9 @@ class OpenAIEngine:
         if request_id in self._answers:
             self._answers[request_id].abort()
 
+    def forget(self) -> None:
+        """The server's cache is its own."""
+
     def sleep(self) -> int:
         """The server's memory is its own."""
         return 0

@@ -131,6 +131,11 @@ class Router:
         if request_id in self._at:
             self._at[request_id].engine.abort(request_id)
 
+    def forget(self) -> None:
+        """All of them."""
+        for replica in self.replicas:
+            replica.engine.forget()
+
     def sleep(self) -> int:
         """All that are not out; the sum."""
         return self._sum(lambda engine: engine.sleep())

@@ -52,6 +52,9 @@ class ScriptedEngine:
         self.policy_version = policy_version
         return [WeightSync(self.replica, 0, 0)]
 
+    def forget(self) -> None:
+        """There is no cache."""
+
     def sleep(self) -> int:
         self.calls.append("sleep")
         return 100

@@ -15,7 +15,8 @@ from transformers import LlamaForSequenceClassification as Llama
 from core_trainer.rewards import RewardInput, RewardScorer
 from core_trainer.rewards.judge import Judge
 from core_trainer.rewards.judged import JudgedVerifier
-from core_trainer.types import Prompt
+from core_trainer.rollout.engine import GenerateRequest
+from core_trainer.types import Prompt, Turn
 from rlinsight.config import DataSection, JudgeReward, RewardSection
 from rlinsight.errors import ConfigError, DataError, ModelError
 from tests.tiny import END_OF_TURN, make_tokenizer
@@ -165,6 +166,23 @@ def test_judge_writes_what_the_model_writes(tiny_model: Path) -> None:
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
         out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
         assert answer == tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_nothing_the_judge_was_asked_before_shows(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No prefix is had from the questions of an earlier step, which a run that resumes has not asked."""
+    judge, cached = Judge(judge_section(tiny_model, max_new_tokens=4)), []
+    generate = judge._engine.generate
+
+    async def told(request: GenerateRequest) -> Turn:
+        turn = await generate(request)
+        cached.append(turn.num_cached_tokens)
+        return turn
+
+    monkeypatch.setattr(judge._engine, "generate", told)
+    asked = items("apples and oranges " * 40)
+    assert judge.ask(asked) == judge.ask(asked)
+    assert len(judge.tokens("apples and oranges " * 40)) > 128
+    assert cached == [0, 0]
 
 
 def test_a_response_cannot_end_the_question(tiny_model: Path) -> None:

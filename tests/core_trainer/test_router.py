@@ -48,6 +48,7 @@ class ScriptedEngine:
     slept: int = 7
     slept_calls: int = 0  # sleeps and wakes
     failing_to_sleep: EngineError | None = None
+    forgotten: bool = False
 
     def __post_init__(self) -> None:
         self._waiting: list[asyncio.Event] = []
@@ -84,6 +85,9 @@ class ScriptedEngine:
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
+
+    def forget(self) -> None:
+        self.forgotten = True
 
     def sleep(self) -> int:
         self.slept_calls += 1
@@ -246,7 +250,7 @@ def test_load_is_given_back_whatever_happens(requests: list[tuple[int, int, bool
     assert router._at == {}
 
 
-def test_abort_sleep_wake_and_close_reach_the_engines() -> None:
+def test_abort_sleep_wake_forget_and_close_reach_the_engines() -> None:
     """An abort the one that has the request; the others all of them."""
     router, engines = make(2)
     engines[0].holds = True
@@ -262,6 +266,8 @@ def test_abort_sleep_wake_and_close_reach_the_engines() -> None:
     asyncio.run(run())
     assert (engines[0].aborted, engines[1].aborted) == (["r"], [])
     assert (router.sleep(), router.wake()) == (14, 14)
+    router.forget()
+    assert all(engine.forgotten for engine in engines)
     router.close()
     assert all(engine.closed for engine in engines)
 

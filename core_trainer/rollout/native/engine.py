@@ -78,7 +78,7 @@ class NativeEngine:
         2509.19128), and say which weights sampled each token.
         """
         self.policy_version = policy_version
-        self.cache.forget()
+        self.forget()
         in_flight = len(self._live)
         refreshed = self._packed.refresh()
         mode = "keep" if in_flight else "wait"
@@ -110,6 +110,10 @@ class NativeEngine:
         sequence = self._live.get(request_id)
         if sequence is not None:
             self._finish(sequence, "abort")
+
+    def forget(self) -> None:
+        """Drop the prefixes of earlier requests; those that are running keep theirs."""
+        self.cache.forget()
 
     def sleep(self) -> int:
         """Give the cache's memory back; returns bytes freed. On a CPU it stays, as the system gave only what was used.

@@ -162,6 +162,11 @@ class VllmEngine:
             self._engine.abort_request([request_id])
             self._answer(sequence, "abort", Served(e2e_s=(time.time_ns() - sequence.start_ns) / 1e9))
 
+    def forget(self) -> None:
+        """Drop the prefixes of earlier requests. Raises EngineError while requests are running."""
+        if not self._engine.reset_prefix_cache():
+            raise EngineError("vLLM kept keys and values of earlier requests: some are running")
+
     def sleep(self) -> int:
         """Give device memory back, as ``rollout.vllm.sleep_level`` says: bytes freed. Untested: vLLM has it on GPUs."""
         if self.sleep_level is None:
