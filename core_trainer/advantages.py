@@ -71,7 +71,7 @@ def check_algorithm(algorithm: AlgorithmSection, group_size: int) -> None:
     in_reward = algorithm.kl is not None and algorithm.kl.where == "reward"
     if in_reward and {"rewards", "token_rewards"}.isdisjoint(wanted):
         raise ConfigError(f"kl.where=reward has no effect with advantage {name}, which asks for no rewards; set loss")
-    if algorithm.correction is not None and algorithm.correction.mode == "bypass":
+    if algorithm.bypasses:
         same_pass = "the values of critic type shared come" if algorithm.critic and not algorithm.model_critic else None
         if "sum_pi_squared" in wanted:
             same_pass = f"sum_pi_squared, which advantage {name} asks for, comes"

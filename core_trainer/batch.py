@@ -109,11 +109,15 @@ def set_losses(
     log_probs: Sequence[Sequence[np.ndarray]],
     loss: str,
     options: Mapping[str, Any],
+    on_policy: bool = False,
 ) -> None:
     """Set what a policy loss that sees a mini-batch as a whole gives for each token of its samples.
 
     ``parts`` are the mini-batch by rank; ``log_probs`` [T] of each sample are under the weights that its update starts
     from. In float64, rollouts in the order of their ids: neither the ranks nor the order of samples change a bit.
+
+    ``on_policy``: the old log-probs are of these weights too, so they are taken to be ``log_probs``. They come from a
+    pass over other micro-batches, which rounds otherwise (1e-7 in float32), and its sign would be kl_cov's gradient.
     """
     pairs = [pair for part, found in zip(parts, log_probs, strict=True) for pair in zip(part, found, strict=True)]
     pairs.sort(key=lambda pair: pair[0].rollout_id)
@@ -123,6 +127,7 @@ def set_losses(
     def column(name: str) -> Tensor:
         return torch.from_numpy(np.concatenate([getattr(sample, name) for sample in samples]))
 
+    on_policy = on_policy or samples[0].old_log_probs is None  # their pass was skipped
     current = torch.from_numpy(np.concatenate([found for _, found in pairs])).double()
     mask = column("loss_mask")
     weights = torch.tensor([sample.token_weight for sample in samples], dtype=torch.float64)
@@ -131,7 +136,7 @@ def set_losses(
         weights = weights * column("weights")
     inputs = {
         "log_probs": current,
-        "old_log_probs": current if samples[0].old_log_probs is None else column("old_log_probs").double(),
+        "old_log_probs": current if on_policy else column("old_log_probs").double(),
         "advantages": column("advantages").double(),
         "mask": mask,
         "sequences": torch.repeat_interleave(torch.arange(len(samples)), lengths),

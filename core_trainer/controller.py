@@ -78,6 +78,7 @@ class Step:
     greedy_rewards: dict[str, float] = field(default_factory=dict)  # by group, where the advantage wants them
     results: dict[str, RewardResult] = field(default_factory=dict)  # of ``sampled`` by rollout id
     samples: list[TrainSample] = field(default_factory=list)  # of ``rollouts``, in order
+    old_version: int | None = None  # policy_version that their old log-probs are of, where those are not the engine's
     sampling_s: float = 0.0
     sampled_tokens: int = 0  # in that time, those of greedy rollouts too
     num_failed: int = 0  # rollouts whose request failed for good
@@ -273,8 +274,9 @@ class Controller:
     def old_log_probs(self, step: Step) -> None:
         """Log-probs of the sampled tokens under the weights the step starts from; skipped where they are known."""
         algorithm = self.config.algorithm
+        step.old_version = None if algorithm.bypasses else self.policy_version
         with self.phase(names.OLD_LOG_PROBS) as phase:
-            if algorithm.correction is not None and algorithm.correction.mode == "bypass":
+            if algorithm.bypasses:
                 for sample in step.samples:
                     sample.old_log_probs = sample.rollout_log_probs
                 phase.set({names.SKIPPED: BYPASS})
@@ -328,7 +330,9 @@ class Controller:
         with self.phase(names.TRAIN):
             for epoch in range(num_epochs):
                 is_last = epoch == num_epochs - 1
-                step.token_stats, step.value_stats, step.num_mini_batches = TokenStats(), ValueStats(), 0
+                # With bypass only the weights that sampled tell the gap to the engine, and no later epoch has them.
+                gaps = step.token_stats.gaps() if self.config.algorithm.bypasses else TokenStats()
+                step.token_stats, step.value_stats, step.num_mini_batches = gaps, ValueStats(), 0
                 for parts in self._mini_batches(step, epoch):
                     step.num_mini_batches += 1
                     if self.critic is not None:
@@ -341,7 +345,8 @@ class Controller:
         if self.policy_loss.whole_mini_batch:
             current = self.policy.scatter("current_log_probs", parts, step=step.index)
             options = self.config.algorithm.policy_loss.model_dump(exclude={"type"})
-            set_losses(parts, current, self.policy_loss.name, options)
+            on_policy = step.old_version == self.policy_version
+            set_losses(parts, current, self.policy_loss.name, options, on_policy)
         for stats, values in self.policy.scatter("forward_backward", parts, self.kl_coef, record, step=step.index):
             step.token_stats = step.token_stats.merge(stats)
             step.value_stats = step.value_stats.merge(values)
@@ -638,6 +643,11 @@ def _refuse_idle_options(config: Config) -> None:
         raise ConfigError(
             f"algorithm.correction has no effect with rollout.exact={exact}, where the engine's log-probs are the "
             "trainer's and their ratio is 1; remove it or set rollout.exact: off"
+        )
+    if exact != "off" and config.algorithm.bypasses and config.algorithm.num_epochs == 1:
+        raise ConfigError(
+            f"algorithm.correction.mode=bypass has no effect with rollout.exact={exact} and one epoch, where the "
+            "engine's log-probs are the trainer's and stand for them anyway; remove algorithm.correction"
         )
     filters = [section.type for section in config.algorithm.shaping.group_filters]
     if "stale" in filters and engine in ("native", "vllm"):

@@ -23,6 +23,7 @@ class TokenStats:
     """Sums over loss tokens of an update; ``merge`` adds two."""
 
     num_tokens: int = 0
+    num_measured: int = 0  # of those, compared with the engine: what rollout_* and num_mismatched are of
     loss: float = 0.0  # already weighted, as are its terms
     policy_loss: float = 0.0
     kl_loss: float = 0.0
@@ -46,13 +47,26 @@ class TokenStats:
             merged[item.name] = max(mine, theirs) if item.name.endswith("_max") else mine + theirs
         return TokenStats(**merged)
 
+    def gaps(self) -> TokenStats:
+        """What says how far engine and trainer are apart, and nothing else."""
+        return TokenStats(
+            num_measured=self.num_measured,
+            rollout_kl=self.rollout_kl,
+            rollout_gap=self.rollout_gap,
+            num_mismatched=self.num_mismatched,
+            rollout_gap_max=self.rollout_gap_max,
+        )
+
     def metrics(self, algorithm: AlgorithmSection, num_updates: int) -> dict[str, float | None]:
         """Means per loss token, losses per optimizer step; None where there is none."""
 
         def mean(total: float) -> float | None:
             return total / self.num_tokens if self.num_tokens else None
 
-        kl, updates = algorithm.kl, max(num_updates, 1)
+        def gap(value: float, count: int = 1) -> float | None:
+            return value / count if self.num_measured else None
+
+        kl, updates, measured = algorithm.kl, max(num_updates, 1), self.num_measured
         return {
             names.M_LOSS: self.loss / updates,
             names.M_POLICY_LOSS: self.policy_loss / updates,
@@ -61,10 +75,10 @@ class TokenStats:
             names.M_ENTROPY: mean(self.entropy),
             names.M_POLICY_KL: mean(self.policy_kl),
             names.M_REF_KL: mean(self.ref_kl) if kl is not None else None,
-            names.M_ROLLOUT_KL: mean(self.rollout_kl),
-            names.M_ROLLOUT_ABS: mean(self.rollout_gap),
-            names.M_ROLLOUT_MAX: self.rollout_gap_max if self.num_tokens else None,
-            names.M_MISMATCHED: float(self.num_mismatched),
+            names.M_ROLLOUT_KL: gap(self.rollout_kl, measured),
+            names.M_ROLLOUT_ABS: gap(self.rollout_gap, measured),
+            names.M_ROLLOUT_MAX: gap(self.rollout_gap_max),
+            names.M_MISMATCHED: gap(self.num_mismatched),
             names.M_CLIP_FRACTION: mean(self.num_clipped),
             names.M_RATIO_MAX: self.ratio_max if self.num_tokens else None,
             names.M_STALENESS: mean(self.staleness),
@@ -82,23 +96,27 @@ def token_stats(
     clipped: Tensor,
     staleness: Tensor,
     own: Tensor | None = None,
+    measured: Tensor | None = None,
 ) -> TokenStats:
     """Sums over the tokens where ``mask`` [M] is true; all other arguments [M], detached.
 
-    ``own`` are the trainer's log-probs of what was sampled where ``old`` are taken from the engine.
+    ``own`` are the trainer's log-probs of what was sampled where ``old`` are taken from the engine, ``measured`` the
+    tokens where those are known; all, when None.
     KLs are k3 in float64: in float32 k3 of nearly equal log-probs can come out negative.
     """
     if not bool(mask.any()):
         return TokenStats()
-    own = old if own is None else own
-    log_probs, old, own, rollout = (x[mask].double() for x in (log_probs, old, own, rollout))
-    policy_gap, rollout_gap = log_probs - old, own - rollout
+    measured = mask if measured is None else mask & measured
+    rollout_gap = (old if own is None else own)[measured].double() - rollout[measured].double()
+    log_probs, old = log_probs[mask].double(), old[mask].double()
+    policy_gap = log_probs - old
     ref_kl = 0.0
     if ref is not None:
         d = log_probs - ref[mask].double()
         ref_kl = float((torch.exp(-d) + d - 1).sum())
     return TokenStats(
         num_tokens=int(mask.sum()),
+        num_measured=len(rollout_gap),
         entropy=float(entropy[mask].double().sum()),
         policy_kl=float((torch.exp(policy_gap) - policy_gap - 1).sum()),
         ref_kl=ref_kl,
@@ -108,7 +126,7 @@ def token_stats(
         num_mismatched=int((rollout_gap != 0).sum()),
         staleness=float(staleness[mask].double().sum()),
         ratio_max=float(ratio[mask].max()),
-        rollout_gap_max=float(rollout_gap.abs().max()),
+        rollout_gap_max=float(rollout_gap.abs().max()) if len(rollout_gap) else 0.0,
     )
 
 

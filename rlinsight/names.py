@@ -370,9 +370,19 @@ M_LENGTH_MAX = _metric("response_length/max", "max", "longest response", "{token
 M_TRUNCATED = _metric("response_length/truncated", "mean", "share of rollouts cut off at max_new_tokens")
 M_PROMPT_LENGTH = _metric("prompt_length/mean", "mean", "prompt tokens per rollout", "{token}")
 M_ENTROPY = _metric("policy/entropy", "mean", "entropy per response token", "nat")
-M_ROLLOUT_KL = _metric("policy/rollout_kl", "mean", "k3 of rollout_log_probs against old_log_probs, float64", "nat")
-M_ROLLOUT_ABS = _metric("policy/rollout_log_prob_gap", "mean", "mean |old_log_probs - rollout_log_probs|", "nat")
-M_ROLLOUT_MAX = _metric("policy/rollout_log_prob_gap_max", "max", "max |old_log_probs - rollout_log_probs|", "nat")
+M_ROLLOUT_KL = _metric(
+    "policy/rollout_kl",
+    "mean",
+    "k3 of rollout_log_probs against the trainer's, float64: old_log_probs, or with correction.mode bypass log_probs "
+    "where the weights are those that sampled",
+    "nat",
+)
+M_ROLLOUT_ABS = _metric(
+    "policy/rollout_log_prob_gap", "mean", "mean |difference| of the log-probs of rollout_kl", "nat"
+)
+M_ROLLOUT_MAX = _metric(
+    "policy/rollout_log_prob_gap_max", "max", "max |difference| of the log-probs of rollout_kl", "nat"
+)
 M_MISMATCHED = _metric("policy/num_mismatched_tokens", "sum", "tokens whose two log-probs differ in any bit", "{token}")
 M_POLICY_KL = _metric("policy/policy_kl", "mean", "k3 of old_log_probs against log_probs", "nat")
 M_REF_KL = _metric("policy/ref_kl", "mean", "k3 of log_probs against ref_log_probs", "nat")

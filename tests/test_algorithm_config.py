@@ -92,9 +92,24 @@ def test_given_options_win_over_the_preset_and_keep_the_rest_of_it() -> None:
         ({"correction": {"rejection": {"estimator": "k1", "low": 2, "high": 1}}}, "low=2 is not below high=1"),
         ({"correction": {"rejection": {"estimator": "k9", "high": 1}}}, "correction.rejection.estimator 'k9'"),
         ({"policy_loss": {"type": "dro", "beta": 1.0}}, "policy_loss.beta has no effect with one update"),
-        ({"policy_loss": {"type": "kl_cov", "kl_coef": 2.0}}, "policy_loss.kl_coef has no effect with one update"),
+        (
+            {"policy_loss": {"type": "kl_cov"}},
+            "kl_cov penalises the distance to the old log-probs, which is 0 with one",
+        ),
+        (
+            {"policy_loss": {"type": "kl_cov", "kl_coef": 2.0}},
+            "raise num_epochs or num_mini_batches, or set type: rein",
+        ),
+        ({"policy_loss": {"type": "clip_cov", "cov_low": 5}}, "cov_low=5 is not below cov_high=5"),
+        ({"policy_loss": {"type": "clip_cov", "cov_low": 2, "cov_high": 1}}, "so no token could be cut out"),
+        ({"kl": {"estimator": "k2+"}}, "estimator k2+ is k2, value and gradient; use k2"),
+        ({"kl": {"estimator": "k2+", "where": "reward"}}, "use k2"),
         ({"policy_loss": {"type": "clip_cov", "clip_low": 0.1}}, "policy_loss.clip_low has no effect with one update"),
         ({"name": "ppo", "num_mini_batches": 1, "critic": {"clip": 0.1}}, "critic.clip=0.1 has no effect"),
+        (
+            {"name": "ppo", "num_mini_batches": 1, "critic": {"clip": 0.1}, "correction": {"mode": "bypass"}},
+            "critic.clip=0.1 has no effect",
+        ),
         ({"policy_loss": {"type": "gmpo"}}, "policy_loss gmpo has one ratio a sequence"),
         (
             {"kl": {"controller": {"type": "adaptive", "target": 0.1, "horizon": 9}}},
@@ -163,6 +178,12 @@ def test_one_update_is_on_policy_unless_the_engine_s_log_probs_stand_for_the_old
 ) -> None:
     """Then the ratio is 1, and the pass over old log-probs can be left out."""
     assert parse(algorithm).algorithm.is_on_policy is on_policy
+
+
+def test_what_moves_from_the_old_log_probs_lets_kl_cov_act() -> None:
+    """A second update of the step, or the engine's log-probs for the old ones."""
+    for more in ({"num_epochs": 2}, {"num_mini_batches": 2}, {"correction": {"mode": "bypass"}}):
+        assert parse({"policy_loss": {"type": "kl_cov"}, **more}).algorithm.policy_loss.kl_coef == 1.0
 
 
 def test_options_of_clip_cov_that_act_on_policy_are_let_through() -> None:

@@ -29,7 +29,6 @@ from core_trainer.metrics import TokenStats, token_stats
 from core_trainer.optimizer import MasterOptimizer, OptimizerStats, step_together
 from core_trainer.rollout.build import build_engine
 from core_trainer.rollout.hybrid import HybridEngine, Published
-from core_trainer.rollout.native.engine import NativeEngine
 from core_trainer.rollout.router import Router
 from core_trainer.rollout.sample import Group, Sampler
 from core_trainer.types import Rollout, SamplingParams
@@ -140,12 +139,10 @@ class PolicyWorker(Worker):
     def sample(self, groups: Sequence[Group], params: SamplingParams) -> list[Rollout]:
         """Sample every rollout of the groups.
 
-        Nothing sampled before shows: a prefix from the native engine's cache is computed in other shapes than one that
-        is not there, and a run that validates, or resumes, would go on with other bits than one that does not.
+        Nothing sampled before shows: a prefix from the engine's cache is computed in other shapes than one that is not
+        there, and a run that validates, or resumes, would go on with other bits than one that does not.
         """
-        engine = self.hybrid.engine
-        if isinstance(engine, NativeEngine):
-            engine.cache.forget()
+        self.hybrid.engine.forget()
         with self.hybrid.generating():
             return asyncio.run(self.sampler.sample(groups, params))
 
@@ -213,7 +210,7 @@ class PolicyWorker(Worker):
         policy_loss = total = (token.loss * weights * (1 if importance is None else importance)).sum()
         if self.policy_loss.whole_mini_batch:  # its gradient is in the slopes, weights and all
             linear = (batch.gather("loss_slope") * fill(mask, current)[0]).sum()
-            total = total + linear - linear.detach()
+            total = total + (linear - linear.detach())  # exactly 0: the slopes' sum must not round the value
         entropy_loss = (fill(mask, entropy)[0] * weights).sum()
         if section.entropy_coef:
             total = total - section.entropy_coef * entropy_loss
@@ -232,16 +229,21 @@ class PolicyWorker(Worker):
             self.head_optimizer.accumulate()
         staleness = self.policy_version - batch.per_token("policy_version")
         rollout = batch.gather("rollout_log_probs")
-        # In exact mode the old ones may be the engine's; where the weights still are those that sampled, this forward
-        # says what the trainer's are.
-        own = old if self.config.rollout.exact == "off" else torch.where(staleness == 0, detached, old)
+        # In exact mode the old ones may be the engine's, with bypass they are; where the weights still are those that
+        # sampled, this forward says what the trainer's are.
+        fresh, recorded = staleness == 0, old
+        own, measured = old, None
+        if section.bypasses:
+            own, measured = detached, fresh
+        elif self.config.rollout.exact != "off":
+            own = recorded = torch.where(fresh, detached, old)
         stats = token_stats(
-            mask, detached, old, rollout, ref, entropy.detach(), token.ratio, token.clipped, staleness, own
+            mask, detached, old, rollout, ref, entropy.detach(), token.ratio, token.clipped, staleness, own, measured
         )
         stats.loss, stats.policy_loss = float(total.detach()), float(policy_loss.detach())
         stats.kl_loss, stats.entropy_loss = float(kl_loss.detach()), float(entropy_loss.detach())
         if record:
-            self._record(batch, own, detached, entropy.detach(), token.clipped)
+            self._record(batch, recorded, detached, entropy.detach(), token.clipped)
         return stats, value_stats
 
     def _token_loss(self, batch: PackedBatch, current: Tensor, old: Tensor, mask: Tensor) -> TokenLoss:

@@ -102,16 +102,23 @@ class AlgorithmSection(Section):
 
     @model_validator(mode="after")
     def _no_idle_clips(self) -> AlgorithmSection:
-        """With one on-policy update the ratio is always 1. What the recipe itself says is let through."""
-        if not self.is_on_policy:
-            return self
-        if self.critic is not None and self.critic.clip != type(self.critic).model_fields["clip"].default:
+        """With one on-policy update the ratio is always 1, and the critic's values before one are those it learns from.
+        What the recipe itself says is let through.
+        """
+        one_update = self.num_epochs == self.num_mini_batches == 1
+        clips = self.critic is not None and self.critic.clip != type(self.critic).model_fields["clip"].default
+        if self.critic is not None and one_update and clips:
             raise ValueError(
                 f"critic.clip={self.critic.clip} has no effect with one update per step, where values are still those "
                 "before it; raise num_epochs or num_mini_batches, or remove clip"
             )
-        if isinstance(self.policy_loss, PluginFunction):
+        if not self.is_on_policy or isinstance(self.policy_loss, PluginFunction):
             return self
+        if self.policy_loss.type == "kl_cov":
+            raise ValueError(
+                "policy_loss kl_cov penalises the distance to the old log-probs, which is 0 with one update per step; "
+                "raise num_epochs or num_mini_batches, or set type: reinforce, which has the same gradient then"
+            )
         usual = PRESETS[self.name]["policy_loss"]
         for option, field in type(self.policy_loss).model_fields.items():
             if option == "type" or option in ACTIVE_ON_POLICY.get(self.policy_loss.type, ()):
@@ -127,8 +134,12 @@ class AlgorithmSection(Section):
     @property
     def is_on_policy(self) -> bool:
         """Whether the only update of a step starts from the weights that its old log-probs are those of."""
-        bypass = self.correction is not None and self.correction.mode == "bypass"
-        return self.num_epochs == self.num_mini_batches == 1 and not bypass
+        return self.num_epochs == self.num_mini_batches == 1 and not self.bypasses
+
+    @property
+    def bypasses(self) -> bool:
+        """Whether the engine's log-probs stand for the old ones."""
+        return self.correction is not None and self.correction.mode == "bypass"
 
     @property
     def model_critic(self) -> ModelCritic | None:

@@ -46,6 +46,8 @@ class KlSection(Section):
         if self.where == "reward" and self.estimator.endswith("+"):
             plain = self.estimator.removesuffix("+")
             raise ValueError(f"estimator {self.estimator} only changes a gradient, and a reward has none; use {plain}")
+        if self.estimator == "k2+":
+            raise ValueError("estimator k2+ is k2, value and gradient; use k2")
         if self.where == "loss" and self.estimator == "k1":
             raise ValueError("the gradient of k1 averages to zero as a loss; use k1+, k2 or k3, or where: reward")
         return self

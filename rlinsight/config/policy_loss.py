@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rlinsight.config.base import Section
 from rlinsight.config.functions import by_type
@@ -103,6 +103,14 @@ class ClipCovLoss(Section):
     cov_ratio: float = Field(default=2e-4, gt=0, le=1, description="share of tokens cut out")
     cov_low: float = Field(default=1.0, description="smallest covariance of a token that may be cut out")
     cov_high: float = Field(default=5.0, description="largest covariance of a token that may be cut out")
+
+    @model_validator(mode="after")
+    def _cuts_something(self) -> ClipCovLoss:
+        if not self.cov_low < self.cov_high:
+            raise ValueError(
+                f"cov_low={self.cov_low:g} is not below cov_high={self.cov_high:g}, so no token could be cut out"
+            )
+        return self
 
 
 class KlCovLoss(Section):

@@ -28,7 +28,7 @@ class TrainerSection(Section):
     micro_batch_tokens: int = Field(
         default=4096,
         ge=1,
-        description="tokens per forward and backward; memory, not results, depends on it",
+        description="tokens per forward and backward: memory depends on it, results only up to rounding of log-probs",
     )
     gradient_checkpointing: bool = Field(
         default=False,

@@ -402,6 +402,37 @@ def test_tokens_are_chosen_before_each_update_from_its_mini_batch(tmp_path: Path
     assert order == ["sample", "log_probs", *update, *update, "sync_weights", "save"]
 
 
+@pytest.mark.parametrize("options", [{"num_mini_batches": 2}, {"num_epochs": 2}], ids=str)
+def test_the_first_update_of_a_step_is_on_policy_whatever_a_pass_rounds(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Its old log-probs are those it starts from, in every step; the second one's are not."""
+    bench = Bench(tmp_path, by_index, algorithm={**options, "policy_loss": {"type": "kl_cov"}})
+    seen: list[float] = []
+    plain = bench.policy.scatter
+
+    def current_log_probs(samples: Sequence[TrainSample]) -> list[np.ndarray]:
+        return [np.full(s.num_tokens, -1.2500001 if bench.policy.version % 2 == 0 else -1.0) for s in samples]
+
+    def scatter(method: str, parts: Sequence[Any], *args: Any, **options: Any) -> list[Any]:
+        if method == "forward_backward":
+            seen.append(max(float(ratio) for part in parts for sample in part for ratio in sample.ratio))
+        return plain(method, parts, *args, **options)
+
+    bench.policy.current_log_probs = current_log_probs  # type: ignore[method-assign]
+    bench.policy.scatter = scatter  # type: ignore[method-assign]
+    bench.train()
+    assert seen == [1.0, pytest.approx(np.exp(0.25))] * 2
+
+
+def test_with_bypass_the_first_update_is_of_the_engines_log_probs(tmp_path: Path) -> None:
+    """They are another policy's, so that their ratio is kept."""
+    bench = Bench(tmp_path, by_index, algorithm={"correction": {"mode": "bypass"}, "policy_loss": {"type": "kl_cov"}})
+    bench.train()
+    ratios = [float(ratio) for sample in bench.policy.trained for ratio in sample.ratio]  # type: ignore[union-attr]
+    assert ratios[0] == pytest.approx(np.exp(-0.25))
+
+
 def test_other_losses_need_no_pass_before_an_update(tmp_path: Path) -> None:
     """Their tokens are looked at micro-batch by micro-batch."""
     bench = Bench(tmp_path, by_index, algorithm={"num_epochs": 2})

@@ -135,6 +135,20 @@ def test_masked_tokens_change_no_loss_of_a_mini_batch(name: str, options: dict[s
             np.testing.assert_allclose(mine[: sample.num_tokens], theirs, rtol=1e-6)
 
 
+@pytest.mark.parametrize("noise", [1e-7, -1e-7])
+def test_on_policy_the_rounding_of_a_pass_is_no_distance(noise: float) -> None:
+    """Old log-probs that another pass over the same weights gave: kl_cov's slope is the policy gradient's alone."""
+    samples, current = off_policy_samples(0, tied=False)
+    for sample in samples:
+        sample.old_log_probs = (current[sample.rollout_id] * (1 + noise)).astype(np.float32)
+    log_probs = [[current[sample.rollout_id] for sample in samples]]
+    set_losses([samples], log_probs, "kl_cov", {"cov_ratio": 0.2, "kl_coef": 10.0}, on_policy=True)
+    for sample in samples:
+        expected = np.where(sample.loss_mask, -sample.advantages * sample.weights * sample.token_weight, 0)  # type: ignore[operator]
+        np.testing.assert_allclose(sample.loss_slope, expected, rtol=1e-6)  # type: ignore[arg-type]
+    assert sum(int(sample.clipped.sum()) for sample in samples) > 1  # type: ignore[union-attr]
+
+
 def test_on_policy_the_old_log_probs_of_a_mini_batch_are_its_current_ones() -> None:
     """Where their pass was skipped the ratio is 1."""
     samples, current = off_policy_samples(0, tied=False)

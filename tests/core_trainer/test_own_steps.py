@@ -69,6 +69,17 @@ def test_a_step_without_collect_may_update_twice(tmp_path: Path, recorded: Recor
             {"rollout": {"exact": True}, "algorithm": {"correction": DECOUPLED}},
             "correction has no effect with rollout.ex",
         ),
+        (
+            {"rollout": {"exact": True}, "algorithm": {"correction": {"mode": "bypass"}}},
+            "correction.mode=bypass has no effect with rollout.exact=auto and one epoch",
+        ),
+        (
+            {
+                "rollout": {"exact": True},
+                "algorithm": {"correction": {"mode": "bypass"}, "policy_loss": {"clip_high": 0.3}},
+            },
+            "correction.mode=bypass has no effect",
+        ),
         ({"algorithm": {"shaping": {"group_filters": [STALE]}}}, "stale drops nothing with rollout.engine native"),
     ],
 )

@@ -256,6 +256,7 @@ def test_every_policy_loss_gives_the_gradient_of_its_own_formula(
     assert float(expected.abs().max()) > 1e-4
     torch.testing.assert_close(worker.optimizer.gradient, expected, atol=2e-5, rtol=1e-3)
     assert stats.policy_loss == pytest.approx(policy_loss.item(), abs=1e-4)
+    assert stats.loss == stats.policy_loss  # to the bit, as there is no other term
     assert stats.ratio_max == pytest.approx(token.ratio[columns["mask"]].max().item(), rel=1e-4)
     clipped = np.concatenate([recorded[sample.rollout_id] for sample in samples])
     np.testing.assert_array_equal(clipped, token.clipped)

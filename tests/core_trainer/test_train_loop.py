@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -126,6 +127,15 @@ RUNS: dict[str, dict[str, Any]] = {
             "correction": {"importance": {"level": "sequence"}, "rejection": {"high": 1.0}},
         }
     },
+    "clip_cov": {
+        "algorithm": {
+            "num_mini_batches": 2,
+            "policy_loss": {"type": "clip_cov", "cov_ratio": 0.2, "cov_low": 0.0, "clip_low": 0.9, "clip_high": 9.0},
+            "correction": {"importance": {}, "rejection": {"high": 1.0}},
+        },
+        "model": {"lora": {"rank": 4}},
+        "trainer": {"learning_rate": 1e-2},
+    },
     "remax": {"algorithm": {"name": "remax"}},
     "token baseline": {"algorithm": {"advantage": {"type": "optimal_token_baseline"}, "policy_loss": {"type": "sapo"}}},
 }
@@ -156,7 +166,10 @@ def test_a_stop_and_a_resume_equal_one_go(tmp_path: Path, tiny_model: Path, name
         assert all(torch.equal(mine[key], theirs[key]) for key in mine), file
     stored = {file.as_posix() for file in files}
     assert ("critic/value_head.safetensors" in stored) == (name in ("ppo", "shared critic"))
-    assert ("adapter_model.safetensors" in stored) == (name == "adapters")
+    assert ("adapter_model.safetensors" in stored) == (name in ("adapters", "clip_cov"))
+    if name == "clip_cov":
+        assert all((step[names.M_CLIP_FRACTION] or 0) > 0.05 for step in whole.steps)
+        assert all(step[names.M_RATIO_MAX] < 10 for step in whole.steps)  # none of these by the ratio
     assert ("reference" in Group.started) == (name in ("ppo", "shared critic", "remax"))
 
 
@@ -179,7 +192,7 @@ def test_validation_changes_nothing_of_training(tmp_path: Path, tiny_model: Path
     assert all(torch.equal(weights[key], weights_without[key]) for key in weights)
 
 
-@pytest.mark.parametrize("name", ["ppo", "dapo with correction"])
+@pytest.mark.parametrize("name", ["ppo", "dapo with correction", "clip_cov"])
 def test_the_same_seed_and_config_give_two_equal_runs(tmp_path: Path, tiny_model: Path, name: str) -> None:
     """Bit for bit: every metric of every step, every tensor of the last checkpoint; another seed gives another run."""
     runs: list[tuple[list[dict[str, float | None]], dict[str, torch.Tensor]]] = []
@@ -188,7 +201,8 @@ def test_the_same_seed_and_config_give_two_equal_runs(tmp_path: Path, tiny_model
         watcher = Watcher()
         done = train(tmp_path / part, tiny_model, watcher, run={"seed": seed}, **RUNS[name])
         assert done.checkpoint is not None
-        runs.append((watcher.steps, load_file(done.checkpoint / "model.safetensors")))
+        stored = "adapter_model" if "model" in RUNS[name] else "model"
+        runs.append((watcher.steps, load_file(done.checkpoint / f"{stored}.safetensors")))
     (steps, weights), (steps_two, weights_two), (_, weights_other) = runs
     assert steps == steps_two
     assert (steps[-1][names.M_GRAD_NORM] or 0) > 1e-3
@@ -238,6 +252,66 @@ def test_parts_of_ones_own_stand_in_for_built_in_ones(
     assert (steps[-1][names.M_KL_LOSS] or 0) > 0
     assert steps[-1][names.M_CORRECTION["weight_mean"]] == pytest.approx(0.9, rel=1e-3)
     assert all(torch.equal(weights[key], built_in_weights[key]) for key in weights)
+
+
+def test_micro_batches_do_not_change_what_kl_cov_learns(tmp_path: Path, tiny_model: Path) -> None:
+    """Up to rounding: the first mini-batch of a step is not penalised by the sign of what passes round apart. Prompts
+    of many lengths pad those of a mini-batch otherwise than those of the step.
+    """
+    data = tmp_path / "ragged.jsonl"
+    lengths = np.repeat([1, 40, 3, 90, 7, 2, 60, 5], 3)
+    data.write_text("".join(json.dumps({"prompt": "word " * n + "?"}) + "\n" for n in lengths))
+    runs = []
+    for tokens in (4096, 64):
+        (tmp_path / str(tokens)).mkdir()
+        watcher = Watcher()
+        train(
+            tmp_path / str(tokens),
+            tiny_model,
+            watcher,
+            data={"train": str(data)},
+            algorithm={"num_mini_batches": 2, "policy_loss": {"type": "kl_cov", "cov_ratio": 0.5, "kl_coef": 10.0}},
+            trainer={"total_steps": 1, "micro_batch_tokens": tokens},
+        )
+        runs.append(watcher.steps[0])
+    one, other = runs
+    for name in (names.M_LOSS, names.M_GRAD_NORM, names.M_POLICY_KL):
+        assert one[name] == pytest.approx(other[name], rel=1e-4), name
+
+
+def test_a_loss_of_ones_own_sees_the_whole_mini_batch(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a plugin: the likeliest tokens of each mini-batch are cut, as many as the config says, whatever the
+    micro-batches.
+    """
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    plugin = tmp_path / "losses.py"
+    plugin.write_text(
+        "import torch\n"
+        "from core_trainer.algorithms.registry import TokenLoss, policy_loss\n"
+        "@policy_loss('own_cut', whole_mini_batch=True)\n"
+        "def cut(log_probs, old_log_probs, advantages, mask, *, num_cut: int = 1):\n"
+        "    likeliest = torch.where(mask, log_probs.detach(), -torch.inf).topk(num_cut).indices\n"
+        "    clipped = torch.zeros_like(mask).index_fill(0, likeliest, True)\n"
+        "    ratio = torch.exp(log_probs - old_log_probs)\n"
+        "    return TokenLoss(torch.where(mask & ~clipped, -advantages * ratio, 0), ratio.detach(), clipped)\n"
+    )
+    tokens = 4 * 2 * 8  # of a step
+    for budget, num_cut in ((4096, 3), (1, 3), (1, 5)):
+        folder = tmp_path / f"{budget} {num_cut}"
+        folder.mkdir()
+        watcher = Watcher()
+        algorithm = {
+            "plugins": [str(plugin)],
+            "policy_loss": {"type": "own_cut", "num_cut": num_cut},
+            "num_mini_batches": 2,
+        }
+        train(
+            folder, tiny_model, watcher, algorithm=algorithm, trainer={"total_steps": 2, "micro_batch_tokens": budget}
+        )
+        assert [step[names.M_CLIP_FRACTION] for step in watcher.steps] == [2 * num_cut / tokens] * 2
+        assert all((step[names.M_GRAD_NORM] or 0) > 1e-3 for step in watcher.steps)
 
 
 def test_a_checkpoint_of_another_algorithm_is_refused(tmp_path: Path, tiny_model: Path) -> None:

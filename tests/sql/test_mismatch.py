@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import duckdb
+import pytest
 
 from rlinsight import schema
 
@@ -45,6 +47,31 @@ def planted() -> duckdb.DuckDBPyConnection:
         insert(con, "token_runs", **turn, rollout_log_probs=[-1.0, -2.0], policy_versions=mixed)
         insert(con, "rollout_training", **turn, old_log_probs=[-1.0, -2.0 + gap], loss_mask=[True, True])
     return con
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("bypass", (3, 1, 0.5)), ("decoupled", (6, 0, 0.0))])
+def test_where_the_old_log_probs_are_the_engines_the_updates_own_are_compared(
+    mode: str, expected: tuple[int, int, float]
+) -> None:
+    """Of three rollouts of two tokens those that the weights of the update sampled: three tokens, one of them 0.5 off.
+    Without bypass the old log-probs are compared, whatever the update's are.
+    """
+    con = duckdb.connect()
+    schema.apply(con, Path(":memory:"))
+    insert(con, "run_starts", config=json.dumps({"algorithm": {"correction": {"mode": mode}}}))
+    for name, versions, trained in (("fresh", [2, 2], 2), ("mixed", [1, 2], 2), ("stale", [2, 2], 3)):
+        turn = {"step": 3, "rollout_id": name, "turn_index": 0}
+        rollout = {"step": 3, "rollout_id": name}
+        insert(con, "rollout_samples", **rollout, policy_version_min=min(versions), policy_version_max=max(versions))
+        insert(con, "turns", **turn, policy_version=min(versions))
+        mixed = versions if name == "mixed" else None
+        insert(con, "token_runs", **turn, rollout_log_probs=[-1.0, -2.0], policy_versions=mixed)
+        own = [-1.0, -2.5] if name == "fresh" else [-9.0, -2.0]
+        found = {"old_log_probs": [-1.0, -2.0], "log_probs": own, "loss_mask": [True, True]}
+        insert(con, "rollout_training", **turn, policy_version=trained, **found)
+    for macro in ("mismatch", "mismatch_by_cause"):
+        found = con.execute(f"SELECT sum(tokens), sum(mismatched), max(gap_max) FROM {macro}('r')").fetchone()
+        assert found == expected, macro
 
 
 def test_each_cause_holds_its_own_gap() -> None:
