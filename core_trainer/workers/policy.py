@@ -7,6 +7,7 @@ controller's loop composes them. Ranks are data-parallel: equal weights, gradien
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -87,6 +88,8 @@ class PolicyWorker(Worker):
         meet(place, port)
         with telemetry.span(names.LOAD_MODEL, {names.PATH: str(resume or model_dir)}):
             self._load(self.config, model_dir, resume, servers)
+        gc.collect()
+        gc.freeze()  # what is loaded stays, and is not walked through in the middle of a step, which takes 0.2 s
         engine = self.hybrid.engine
         return [replica.name for replica in engine.replicas] if isinstance(engine, Router) else [engine.replica]
 

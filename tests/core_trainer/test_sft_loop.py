@@ -27,7 +27,8 @@ class Group:
     def __init__(self, worker: Any, role: str, world_size: int, *args: Any, num_gpus: float) -> None:
         self.worker = worker(Place(role, 0, 1), *args)
 
-    def call(self, method: str, *args: Any, step: int | None = None) -> list[Any]:
+    def call(self, method: str, *args: Any, step: int | None = None, timeout_s: float | None = None) -> list[Any]:
+        assert (timeout_s is not None) == (method == "start")
         if method == "optim_step" and step == Group.fail_at:
             raise TrainingError("the gradient is not finite")
         torch.set_num_threads(1)
