@@ -407,7 +407,7 @@ def test_kill_9_of_the_process_keeps_what_was_acknowledged(tmp_path):
                 while True:
                     body = _trace(f"life-{life}", 5)
                     acknowledged += running.http.post("/v1/traces", content=body, headers=PROTOBUF).status_code == 200
-            except Exception:
+            except Exception:  # however a connection to a killed process ends
                 killer.join()
         assert endpoint_path(store).exists()
         assert read_endpoint(store) is None

@@ -129,7 +129,7 @@ def test_sources_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.slow
 def test_unreachable_hub_is_one_line(tmp_path: Path) -> None:
     """Offline and not in the cache: says so, and what else to set."""
-    code = (
+    code = (  # whatever is raised is printed, and looked at below
         "from core_trainer import models; from rlinsight.config import ModelSection\n"
         "try: models.resolve(ModelSection(source='someone/some-model'))\n"
         "except Exception as error: print(type(error).__name__, error)"
